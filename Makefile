@@ -1,0 +1,52 @@
+# make demo   train a real model on a real task and see the difference
+# make test   everything that must hold: style, types, tests
+# make help   the rest
+
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+JOBS   ?= 2
+
+# The first interpreter that is new enough; `make PYTHON=/path/to/python` overrides.
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python,$(shell \
+	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format gpu-test bench clean
+
+help:           ## show this list
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+install: $(STAMP)   ## make .venv with hirank in it (about a minute, once)
+
+$(STAMP): pyproject.toml constraints.txt scripts/install.py
+	@test -n "$(PYTHON)" || { echo "hirank needs Python 3.11 or newer: install one, or name it with PYTHON=." >&2; exit 2; }
+	$(PYTHON) scripts/install.py --venv $(VENV)
+	@touch $@
+
+demo: $(STAMP)      ## fine-tune SmolLM2-135M with DoRA and print what it learnt
+	$(BIN)/python examples/demo/run.py
+
+test: lint          ## style, types and every test that needs no GPU
+	$(BIN)/python -m pytest -q -n $(JOBS)
+
+lint: $(STAMP)      ## ruff, mypy and the house rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/house_rules.py
+
+format: $(STAMP)    ## let ruff lay out the code and mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+gpu-test: $(STAMP)  ## the tests marked gpu, on a machine that has one
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("No CUDA device here: run make gpu-test on a machine with an NVIDIA GPU.")'
+	$(BIN)/python -m pytest -q -m gpu
+
+bench: $(STAMP)     ## a training step timed: PEFT LoRA, PEFT DoRA, hirank DoRA
+	$(BIN)/python -m benchmarks
+
+clean:              ## remove what was installed and cached; runs/ stays
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
