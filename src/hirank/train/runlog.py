@@ -84,7 +84,7 @@ def read_events(path: Path) -> list[Event]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise HirankError(
-            f"{path} cannot be read ({error.strerror}): give the folder of a run"
+            f"{path} cannot be read ({error.strerror}): give the folder of a run."
         ) from error
     *whole, last = lines
     events = [_parse(line, path, number) for number, line in enumerate(whole, 1) if line.strip()]
@@ -124,7 +124,7 @@ def _parse(line: bytes, path: Path, number: int) -> Event:
         row = None
     if not isinstance(row, dict) or not {"event", "step"} <= row.keys():
         raise HirankError(
-            f"{path}:{number} is not an event of a run: restore the file or delete that line"
+            f"{path}:{number} is not an event of a run: restore the file or delete that line."
         )
     names = row.pop("nonfinite", {})
     return row | {name: float(value) for name, value in names.items()}
@@ -175,5 +175,5 @@ def _plain(value: Any) -> Any:
 
 def _unwritable(path: Path, error: OSError) -> HirankError:
     return HirankError(
-        f"{path} cannot be written ({error.strerror}): free the disk or choose another run.dir"
+        f"{path} cannot be written ({error.strerror}): free the disk or choose another run.dir."
     )

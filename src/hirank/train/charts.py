@@ -1,0 +1,181 @@
+"""The plots of a run, as Plotly figures that carry no colour of page or text.
+
+Background is transparent and text and grid are coloured by the page's style sheet, so one figure
+serves light and dark. Trace colours are mid tones that read on both.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from hirank.train.runlog import Event
+from hirank.train.summary import Summary
+
+__all__ = ["Chart", "run_charts", "smoothed", "thinned"]
+
+BLUE, ORANGE, GREEN = "#3d84f5", "#e07b28", "#2a9d6f"
+MAX_POINTS = 3000
+"""Points of one line; longer runs keep every k-th step, so that the report stays small."""
+
+Points = tuple[list[int], list[float | None]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A titled figure; `note` says in a few words how to read it."""
+
+    title: str
+    note: str
+    figure: go.Figure
+    wide: bool = False
+
+
+def run_charts(run: Summary) -> list[Chart]:
+    """Charts of all that was measured; what was not measured has no chart."""
+    made = [
+        _loss(run),
+        _exact_match(run),
+        _single(run, "Learning rate", "lr", "", ".1e"),
+        _single(run, "Gradient norm", "grad_norm", "before clipping", ".3g"),
+        _single(run, "Speed", "tokens_per_s", "training tokens per second", ",.0f"),
+        _memory(run),
+    ]
+    charts = [chart for chart in made if chart is not None]
+    for chart in charts:
+        chart.figure.update_layout(showlegend=len(chart.figure.data) > 1)
+    return charts
+
+
+# One function per chart.
+
+
+def _loss(run: Summary) -> Chart | None:
+    raw, held_out = _points(run.steps, "loss"), _points(run.evals, "eval_loss")
+    if not _any(raw) and not _any(held_out):
+        return None
+    figure = _figure("loss", ".3f")
+    figure.add_trace(_line(raw, "training", BLUE, opacity=0.35, width=1.5))
+    if len(raw[0]) >= 8:
+        figure.add_trace(_line((raw[0], smoothed(raw[1])), "training, smoothed", BLUE))
+    if _any(held_out):
+        figure.add_trace(_line(held_out, "held-out", ORANGE, dots=True))
+    return Chart("Loss", "lower is better", figure, wide=True)
+
+
+def _exact_match(run: Summary) -> Chart | None:
+    points = _points([e for e in run.evals if "exact_match" in e], "exact_match")
+    if not _any(points):
+        return None
+    figure = _figure("share of answers", ".0%")
+    figure.add_trace(_line(points, "exact match", GREEN, dots=True))
+    figure.update_yaxes(range=[-0.03, 1.03], rangemode="normal")
+    return Chart("Exact match", "held-out answers generated word for word", figure)
+
+
+def _single(run: Summary, title: str, name: str, note: str, form: str) -> Chart | None:
+    points = _points(run.steps, name)
+    if not _any(points):
+        return None
+    figure = _figure(title.lower(), form)
+    figure.add_trace(_line(points, title.lower(), BLUE))
+    return Chart(title, note, figure)
+
+
+def _memory(run: Summary) -> Chart | None:
+    now, peak = _points(run.steps, "memory_bytes"), _points(run.steps, "peak_memory_bytes")
+    if not _any(now) and not _any(peak):
+        return None
+    figure = _figure("GB", ".2f")
+    for points, name, color in ((now, "in use", BLUE), (peak, "peak so far", ORANGE)):
+        if _any(points):
+            figure.add_trace(_line((points[0], _giga(points[1])), name, color))
+    return Chart("Memory", "GB = 10⁹ bytes", figure)
+
+
+# Numbers.
+
+
+def smoothed(values: Sequence[float | None]) -> list[float | None]:
+    """Running mean whose weights fall off over about a twentieth of the run.
+
+    It starts at the first value without bias, and gaps (None) stay gaps.
+    """
+    keep = 1 - 1 / max(2.0, len(values) / 20)
+    total = weight = 0.0
+    result: list[float | None] = []
+    for value in values:
+        if value is not None:
+            total, weight = keep * total + value, keep * weight + 1
+        result.append(None if value is None else total / weight)
+    return result
+
+
+def thinned(points: Points) -> Points:
+    """Every k-th point and the last one, so that at most MAX_POINTS + 1 are left."""
+    count = len(points[0])
+    stride = math.ceil(count / MAX_POINTS) or 1
+    kept = [*range(0, count - 1, stride), count - 1] if count else []
+    return [points[0][i] for i in kept], [points[1][i] for i in kept]
+
+
+def _points(events: Sequence[Event], name: str) -> Points:
+    return [event["step"] for event in events], [_number(event.get(name)) for event in events]
+
+
+def _number(value: Any) -> float | None:
+    """NaN, infinity and what is no number become a gap in the line."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _any(points: Points) -> bool:
+    return any(value is not None for value in points[1])
+
+
+def _giga(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else value / 1e9 for value in values]
+
+
+# Looks.
+
+
+def _figure(unit: str, form: str) -> go.Figure:
+    clear = "rgba(0,0,0,0)"
+    axis = {"zeroline": False, "automargin": True, "ticks": "", "title": {"font": {"size": 12}}}
+    layout = {
+        "template": "none",
+        "paper_bgcolor": clear,
+        "plot_bgcolor": clear,
+        "font": {"family": "inherit", "size": 12},
+        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        "hovermode": "x unified",
+        "showlegend": False,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "xaxis": axis | {"title": {"text": "step", "font": {"size": 12}}, "showgrid": False},
+        "yaxis": axis | {"hoverformat": form, "title": {"text": unit, "font": {"size": 12}}},
+    }
+    return go.Figure(layout=layout)
+
+
+def _line(
+    points: Points,
+    name: str,
+    color: str,
+    *,
+    opacity: float = 1.0,
+    width: float = 2.5,
+    dots: bool = False,
+) -> go.Scatter:
+    x, y = thinned(points)
+    return go.Scatter(
+        x=x,
+        y=y,
+        name=name,
+        mode="lines+markers" if dots or len(x) < 8 else "lines",
+        line={"color": color, "width": width},
+        marker={"color": color, "size": 7},
+        opacity=opacity,
+        connectgaps=False,
+    )
