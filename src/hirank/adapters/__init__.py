@@ -1,0 +1,1 @@
+"""LoRA and DoRA on a model: the layers, the norm cache, conversion of PEFT models, merging."""

@@ -1,0 +1,162 @@
+"""Row norm of the adapted weight, without forming B A.
+
+    norm[n] = || W[n] + s B[n] A ||        g = m / norm        (g = 1 where norm = 0)
+
+Expanding the square gives three sums per row, none of them larger than [N, R]:
+
+    norm^2 = ||W||^2 + 2 s <W A^T, B> + s^2 <B (A A^T), B>
+
+The first does not change while the base is frozen: compute it once with `row_square_sum` and
+pass it back as `base_sq`. Where W is close to -s B A the three terms cancel; rows that lost more
+than a factor `1 / _CANCELLED` are computed again from W + s B A itself, a few rows at a time.
+
+Shapes     weight [N, K]; lora_A [R, K]; lora_B [N, R]; norm, base_sq, magnitude [N].
+           N out features, K in features, R rank.
+Precision  sums in fp32 (fp64 if the weight is fp64), outside autocast, whatever the inputs are.
+           Half weights are widened a block of columns at a time, never as a whole.
+Memory     [N, R] a few times, plus blocks within `chunk_bytes`.
+Paper      DoRA, arXiv 2402.09353, eq. 5; factored norm: arXiv 2603.22276.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["CHUNK_BYTES", "dora_gain", "dora_norm", "dora_norm_ref", "row_square_sum"]
+
+CHUNK_BYTES = 256 * 2**20
+"""Default budget in bytes for the blocks of one norm."""
+
+_ALIGN = 64  # columns; keeps every block on whole cache lines and tensor-core tiles
+_CANCELLED = 1 / 16  # of ||W||^2 + ||s B A||^2: below this, fp32 has lost 4 bits or more
+
+
+def _accumulator(weight: Tensor) -> torch.dtype:
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+def _column_blocks(weight: Tensor, rank: int, chunk_bytes: int) -> Iterator[slice]:
+    """Slices of K. Widened blocks stay within the budget, and below a full-size copy of W."""
+    rows, columns = weight.shape
+    acc = _accumulator(weight)
+    if weight.dtype == acc:
+        yield slice(0, columns)  # nothing to widen: a view is free
+        return
+    fitting = chunk_bytes // max(1, (rows + rank) * acc.itemsize)
+    width = max(_ALIGN, min(fitting, columns // 2) // _ALIGN * _ALIGN)
+    for start in range(0, columns, width):
+        yield slice(start, min(start + width, columns))
+
+
+def _row_blocks(rows: int, columns: int, itemsize: int, chunk_bytes: int) -> Iterator[slice]:
+    height = max(1, chunk_bytes // max(1, 2 * columns * itemsize))
+    for start in range(0, rows, height):
+        yield slice(start, min(start + height, rows))
+
+
+def _square_sum(block: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(block, dim=1)
+    return norm.square_()
+
+
+@torch.no_grad()
+def row_square_sum(weight: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
+    """||W[n]||^2 for every row: [N] fp32 (fp64 for an fp64 weight [N, K])."""
+    acc = _accumulator(weight)
+    total = torch.zeros(weight.shape[0], dtype=acc, device=weight.device)
+    for columns in _column_blocks(weight, 0, chunk_bytes):
+        total += _square_sum(weight[:, columns].to(acc))
+    return total
+
+
+def _dense_rows(
+    weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, rows: Tensor, chunk_bytes: int
+) -> Tensor:
+    """||W + s B A||^2 of the chosen rows by the definition: no cancellation left to suffer."""
+    acc = _accumulator(weight)
+    A = lora_A.to(acc)  # [R, K]
+    out = torch.empty(rows.numel(), dtype=acc, device=weight.device)
+    for part in _row_blocks(rows.numel(), weight.shape[1], acc.itemsize, chunk_bytes):
+        chosen = rows[part]
+        out[part] = _square_sum(
+            torch.addmm(weight[chosen].to(acc), lora_B[chosen].to(acc), A, alpha=scale)
+        )
+    return out
+
+
+@torch.no_grad()
+def dora_norm_ref(
+    weight: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scale: float,
+    base_sq: Tensor | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """The factored norm in plain PyTorch: [N], fp32 (fp64 for fp64 weights)."""
+    if base_sq is None:
+        base_sq = row_square_sum(weight, chunk_bytes=chunk_bytes)
+    if scale == 0 or lora_A.shape[0] == 0:
+        return base_sq.sqrt()
+    with torch.autocast(weight.device.type, enabled=False):
+        acc = _accumulator(weight)
+        B = lora_B.to(acc)  # [N, R]
+        U = torch.zeros_like(B)  # W A^T [N, R]
+        G = torch.zeros(B.shape[1], B.shape[1], dtype=acc, device=B.device)  # A A^T [R, R]
+        for columns in _column_blocks(weight, lora_A.shape[0], chunk_bytes):
+            A_c = lora_A[:, columns].to(acc)
+            U.addmm_(weight[:, columns].to(acc), A_c.T)
+            G.addmm_(A_c, A_c.T)
+        cross = U.mul_(B).sum(1)
+        gram = torch.mm(B, G, out=U).mul_(B).sum(1)
+        squared = base_sq + 2 * scale * cross + scale * scale * gram
+        lost = squared < _CANCELLED * (base_sq + scale * scale * gram)
+        rows = lost.nonzero().squeeze(1)
+        if rows.numel():
+            squared[rows] = _dense_rows(weight, lora_A, lora_B, scale, rows, chunk_bytes)
+        return squared.clamp_(min=0).sqrt_()
+
+
+def dora_gain(magnitude: Tensor, norm: Tensor) -> Tensor:
+    """g = m / norm in the norm's dtype, [N]; differentiable in m, constant in the norm.
+
+    A row of norm zero has no direction for m to stretch: g = 1 there, so that the row behaves as
+    LoRA, stays finite and can leave zero (m / 0 would be NaN, and g = 0 would pin it for good).
+    """
+    alive = norm > 0
+    return torch.where(alive, magnitude.to(norm.dtype) / torch.where(alive, norm, 1), 1)
+
+
+def dora_norm(
+    weight: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    *,
+    scale: float,
+    base_sq: Tensor | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """Row norms of W + s B A, without gradient and without forming B A.
+
+    Args:
+        weight: [N, K], any float dtype.
+        lora_A, lora_B: [R, K] and [N, R], as the forward will use them (cast to its dtype first
+            if it casts them).
+        scale: s, a plain number.
+        base_sq: [N] from `row_square_sum`, if the caller kept it.
+        chunk_bytes: budget for widened blocks, in bytes; a block is at least 64 columns wide.
+
+    Returns:
+        [N], fp32, or fp64 for an fp64 weight.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    (n, k), (r, k_a) = weight.shape, lora_A.shape
+    if k_a != k or tuple(lora_B.shape) != (n, r):
+        raise ValueError(
+            f"dora_norm got weight {n}x{k} with A {r}x{k_a} and B {tuple(lora_B.shape)}: "
+            f"A must be [R, {k}] and B [{n}, R] of one rank R."
+        )
+    return dora_norm_ref(weight, lora_A, lora_B, scale, base_sq, chunk_bytes)
