@@ -1,0 +1,169 @@
+"""The command line: parse, build a configuration, call one function, print.
+
+Exit codes: 0 done, 2 bad input (one sentence), 130 interrupted, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hirank.errors import HirankError
+
+if TYPE_CHECKING:
+    from hirank.train.loop import RunResult
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train large models at high quality in little memory.",
+)
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    try:
+        app()
+    except HirankError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+Config = Annotated[
+    Path | None,
+    typer.Argument(help="YAML file with the settings; may be left out with --resume."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Replace a setting: --set optim.lr=1e-4."),
+]
+Resume = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="Continue this run, or one of its checkpoints.")
+]
+SkipBadRows = Annotated[
+    bool, typer.Option("--skip-bad-rows", help="Leave bad rows of the data out and count them.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything and say what would be done, no more.")
+]
+
+
+@app.command()
+def train(
+    config: Config = None,
+    set_: Set = None,
+    resume: Resume = None,
+    skip_bad_rows: SkipBadRows = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Fine-tune a model as CONFIG says."""
+    overrides = list(set_ or []) + (["data.skip_bad_rows=true"] if skip_bad_rows else [])
+    settings = _settings(config, overrides, resume)
+    console = _console()
+    if dry_run:
+        return _show_plan(settings, resume, console)
+    from hirank.train.loop import train as train_run
+
+    result = train_run(settings, console=console, resume=resume)
+    _show_result(result, console)
+    if result.status == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _settings(config: Path | None, overrides: list[str], resume: Path | None) -> Any:
+    from hirank.train.checkpoint import run_of
+    from hirank.train.config import load_config
+
+    if config is None and resume is not None:
+        config = run_of(resume) / "config.yaml"
+    if config is None and not overrides:
+        raise HirankError("Give a configuration file, settings with --set, or a run to --resume.")
+    return load_config(config, overrides)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+def _show_plan(settings: Any, resume: Path | None, console: Any) -> None:
+    from hirank.train.config import dump_config, resolved
+    from hirank.train.prepare import prepare
+    from hirank.train.quiet import quiet
+
+    settings = resolved(settings)
+    with quiet(console):
+        prepared = prepare(settings, console, resume)
+    console.print(dump_config(settings), markup=False, highlight=False)
+    held_out = len(prepared.eval_set.dataset) if prepared.eval_set else 0
+    console.print(
+        f"{len(prepared.train_set.dataset):,} rows to train on, {held_out:,} held out, "
+        f"{prepared.train_set.n_tokens:,} tokens, {prepared.trainable:,} parameters, "
+        f"{prepared.steps:,} steps. Nothing was written.",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _show_result(result: RunResult, console: Any) -> None:
+    lines = [f"{result.status.capitalize()} at step {result.step}."]
+    lines += [
+        f"{title}: {result.before[key]:.4g} before, {result.after[key]:.4g} after"
+        for title, key in (("Held-out loss", "eval_loss"), ("Exact match", "exact_match"))
+        if key in result.before and key in result.after
+    ]
+    if result.status == "interrupted":
+        lines.append(f"Resume with: hirank train --resume {result.run_dir}")
+    else:
+        lines.append(f"Weights: {result.best or result.weights}")
+        lines.append(f"Try it:  hirank chat {result.run_dir}")
+    lines.append(f"Report:  {result.report}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def chat(
+    where: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_ADAPTER", help="A run, an adapter or a model folder.")
+    ],
+    prompt: Annotated[
+        str | None, typer.Option(help="Answer this and end, instead of a conversation.")
+    ] = None,
+    no_adapter: Annotated[
+        bool, typer.Option("--no-adapter", help="Start with the adapter off: the base model.")
+    ] = False,
+    base: Annotated[
+        str | None, typer.Option(help="The base model, if it is not where the adapter says.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+) -> None:
+    """Talk to a trained model."""
+    from hirank.train.chat import converse, load_chat
+    from hirank.train.quiet import quiet
+
+    console = _console()
+    with quiet(console):
+        loaded = load_chat(where, base=base, adapter=not no_adapter, max_new_tokens=max_new_tokens)
+        if prompt is None:
+            converse(loaded, console)
+        else:
+            print(loaded.answer(prompt))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    import hirank
+
+    print(hirank.__version__)

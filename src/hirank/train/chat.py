@@ -1,0 +1,244 @@
+"""Try a result in the terminal: one answer, or a conversation, with the adapter on or off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from hirank.errors import HirankError
+from hirank.train.model import ModelConfig, load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+ADAPTER = "adapter_config.json"
+HELP = "/adapter off and /adapter on switch the adapter, /new starts over, /exit ends."
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model to talk to: its base, the adapter on it if there is one, the system text."""
+
+    base: str
+    adapter: Path | None
+    system: str | None = None
+
+
+# Finding.
+
+
+def find(where: Path, base: str | None = None) -> Found:
+    """What lies at `where`: a run (its best weights), an adapter, a checkpoint or a model.
+
+    `base` replaces the base model that the adapter names. Raises HirankError if nothing is there
+    or the adapter does not say how strong it is.
+    """
+    if not where.is_dir():
+        raise HirankError(f"There is no folder {where}; give a run or an adapter.")
+    system = _system(where)
+    for folder in (where / "adapter-best", where / "adapter", where):
+        if (folder / ADAPTER).is_file():
+            return Found(base or base_of(folder), folder, system)
+    for folder in (where / "model-best", where / "model", where):
+        if (folder / "config.json").is_file():
+            return Found(str(folder), None, system)
+    raise HirankError(f"{where} holds neither an adapter nor a model; has the run finished?")
+
+
+def base_of(adapter: Path) -> str:
+    """The base model an adapter was trained on. Raises HirankError if its settings are broken."""
+    settings = _adapter_settings(adapter)
+    name = settings.get("base_model_name_or_path")
+    if not name:
+        raise HirankError(f"{adapter / ADAPTER} names no base model; give it with --base.")
+    return str(name)
+
+
+def _adapter_settings(adapter: Path) -> dict[str, Any]:
+    path = adapter / ADAPTER
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise HirankError(f"{path} cannot be read as JSON; take it from the run again.") from None
+    if not isinstance(settings, dict):
+        raise HirankError(f"{path} holds no settings; take it from the run again.")
+    return settings
+
+
+def check_adapter(adapter: Path) -> None:
+    """Raise HirankError if the scale cannot be known: PEFT would silently take alpha = 8."""
+    settings = _adapter_settings(adapter)
+    for key in ("r", "lora_alpha"):
+        if settings.get("peft_type") == "LORA" and settings.get(key) is None:
+            raise HirankError(
+                f"{adapter / ADAPTER} has no {key}, without which the adapter's strength is "
+                "unknown; add the value it was trained with."
+            )
+
+
+def _system(where: Path) -> str | None:
+    """The system text of the run that `where` is or lies in."""
+    for folder in (where, where.parent):
+        path = folder / "config.yaml"
+        if path.is_file():
+            settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            text = settings.get("data", {}).get("system")
+            return str(text) if text else None
+    return None
+
+
+# Talking.
+
+
+@dataclass
+class Chat:
+    """A loaded model and the conversation so far."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    max_new_tokens: int
+    system: str | None = None
+    adapter_on: bool = True
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether there is anything to switch."""
+        return hasattr(self.model, "peft_config")
+
+    def answer(self, text: str, emit: Callable[[str], None] = lambda piece: None) -> str:
+        """The model's answer to `text` and all that was said before; pieces go to `emit`."""
+        self.turns.append({"role": "user", "content": text})
+        answer = self._generate(self._prompt(text), emit).strip()
+        self.turns.append({"role": "assistant", "content": answer})
+        return answer
+
+    def _prompt(self, text: str) -> str:
+        if self.tokenizer.chat_template is None:
+            return text
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return str(
+            self.tokenizer.apply_chat_template(
+                system + self.turns, tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    def _generate(self, prompt: str, emit: Callable[[str], None]) -> str:
+        import torch
+
+        from hirank.train.evaluate import greedy
+
+        special = self.tokenizer.chat_template is None
+        ids = self.tokenizer.encode(prompt, add_special_tokens=special, return_tensors="pt")
+        ids = ids.to(self.model.device)
+        with torch.no_grad(), self._precision(), self._switched():
+            out = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=greedy(self.model, self.tokenizer, self.max_new_tokens),
+                streamer=_streamer(self.tokenizer, emit),
+            )
+        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    def _precision(self) -> Any:
+        import torch
+
+        return torch.autocast("cuda", torch.bfloat16, enabled=self.model.device.type == "cuda")
+
+    def _switched(self) -> Any:
+        from contextlib import nullcontext
+
+        off = self.has_adapter and not self.adapter_on
+        return self.model.disable_adapter() if off else nullcontext()
+
+
+def _streamer(tokenizer: PreTrainedTokenizerBase, emit: Callable[[str], None]) -> Any:
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            emit(text)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def load_chat(
+    where: Path,
+    *,
+    base: str | None = None,
+    adapter: bool = True,
+    max_new_tokens: int = 256,
+    device: str = "auto",
+) -> Chat:
+    """Load what lies at `where` to talk to it. Raises HirankError, see `find`."""
+    found = find(where, base)
+    if found.adapter:
+        check_adapter(found.adapter)
+    config = ModelConfig.model_validate({"name": found.base, "device": device})
+    tokenizer = load_tokenizer(config)
+    model: Any = load_model(config)
+    if found.adapter:
+        model = _with_adapter(model, found.adapter)
+    model.eval()
+    return Chat(model, tokenizer, max_new_tokens, found.system, adapter_on=adapter)
+
+
+def _with_adapter(base: Any, adapter: Path) -> Any:
+    from peft import PeftModel
+
+    from hirank.adapters.peft import accelerate
+
+    try:
+        model = PeftModel.from_pretrained(base, str(adapter))
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
+        raise HirankError(
+            f"The adapter {adapter} does not fit its base model: {reason}."
+        ) from error
+    lora = _adapter_settings(adapter).get("peft_type") == "LORA"
+    return accelerate(model) if lora else model
+
+
+def converse(chat: Chat, console: Console) -> None:
+    """Read and answer lines until the user leaves with /exit, Ctrl-D or Ctrl-C."""
+    console.print(HELP, style="dim")
+    while True:
+        try:
+            line = console.input("[bold]you>[/bold] ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if line == "/exit":
+            return
+        if line.startswith("/"):
+            console.print(command(chat, line), style="dim")
+        elif line:
+            _say(chat, line, console)
+
+
+def _say(chat: Chat, line: str, console: Console) -> None:
+    try:
+        chat.answer(line, lambda piece: console.print(piece, end="", markup=False, highlight=False))
+    except KeyboardInterrupt:
+        chat.turns.pop()
+    console.print()
+
+
+def command(chat: Chat, line: str) -> str:
+    """Carry out a line that starts with a slash, and say what it did."""
+    words = line.split()
+    if words == ["/new"]:
+        chat.turns.clear()
+        return "A new conversation."
+    if words[0] == "/adapter" and words[1:] in (["on"], ["off"]):
+        if not chat.has_adapter:
+            return "There is no adapter here."
+        chat.adapter_on = words[1] == "on"
+        return f"The adapter is {words[1]}."
+    return HELP

@@ -1,0 +1,242 @@
+"""What is trained: an adapter of some kind, or all weights. One table, one entry a method.
+
+    scale      lora, dora: alpha / r      rslora: alpha / sqrt(r)
+
+A further method (a quantised base, GaLore) is one more entry of METHODS and, if it needs more
+than PEFT's LoRA, one more branch of `apply`.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import Field, PositiveInt, field_validator
+
+from hirank.errors import HirankError
+from hirank.train.strict import Strict
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Method:
+    """How one method differs from the others."""
+
+    summary: str
+    adapter: bool = True
+    """A small set of new weights is trained and saved in PEFT's format; else the model itself."""
+    learning_rate: float = 2e-4
+    """What optim.lr means if it is not set."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """What PEFT's LoraConfig is told beside rank, alpha, dropout and targets."""
+
+
+METHODS = {
+    "lora": Method("low-rank adapter"),
+    "rslora": Method("low-rank adapter with rank-stabilised scale", lora={"use_rslora": True}),
+    "dora": Method("low-rank adapter with trained magnitudes", lora={"use_dora": True}),
+    "full": Method("all weights", adapter=False, learning_rate=1e-5),
+}
+
+
+class MethodConfig(Strict):
+    """Which method, and how large the adapter is."""
+
+    name: str = "dora"
+    """lora, rslora, dora or full."""
+
+    r: PositiveInt = 16
+    """Rank of the adapter."""
+
+    alpha: float | None = Field(default=None, gt=0)
+    """Numerator of the scale. Default: 2 r for lora and dora, which makes the scale 2 at every
+    rank; 8 for rslora, which makes it 2 at rank 16 and lets it fall with the root of the rank."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapter's input."""
+
+    target_modules: str | list[str] = "all-linear"
+    """Layers to adapt: all-linear (without the output head), a list of name endings, or a regex."""
+
+    modules_to_save: list[str] = []
+    """Modules trained whole beside the adapter, by name ending."""
+
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Other ranks for the layers whose names match a regex."""
+
+    alpha_pattern: dict[str, float] = {}
+    """Other alphas for the layers whose names match a regex."""
+
+    accelerate: bool = True
+    """Use hirank's layers; false leaves PEFT's own."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in METHODS:
+            raise ValueError(f"the methods are {', '.join(METHODS)}")
+        return name
+
+    @property
+    def method(self) -> Method:
+        """The entry of METHODS."""
+        return METHODS[self.name]
+
+    @property
+    def effective_alpha(self) -> float:
+        """alpha, or its default for this method."""
+        if self.alpha is not None:
+            return self.alpha
+        return 8.0 if self.name == "rslora" else 2.0 * self.r
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A model made trainable, and which code each adapted layer runs."""
+
+    model: nn.Module
+    layers: list[dict[str, str]]  # name, kind, tier, reason
+
+
+def lora_config(config: MethodConfig, **changes: Any) -> LoraConfig:
+    """The settings as PEFT wants them."""
+    from peft import LoraConfig
+
+    settings: dict[str, Any] = {
+        "r": config.r,
+        "lora_alpha": _whole(config.effective_alpha),
+        "lora_dropout": config.dropout,
+        "target_modules": config.target_modules,
+        "modules_to_save": config.modules_to_save or None,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": {name: _whole(a) for name, a in config.alpha_pattern.items()},
+        "task_type": "CAUSAL_LM",
+        **config.method.lora,
+    }
+    return LoraConfig(**(settings | changes))
+
+
+def _whole(number: float) -> float:
+    """PEFT writes alpha as it is given: 32 rather than 32.0 where it is a whole number."""
+    return int(number) if number == int(number) else number
+
+
+# Checks, on a model without weights.
+
+
+def check(model: Any, config: MethodConfig) -> int:
+    """Refuse settings that do not fit the model, which may be on the meta device.
+
+    Returns how many parameters will be trained.
+
+    Raises HirankError if no layer matches, a rank is larger than its layer allows, or the output
+    head is adapted. Warns about patterns that match nothing. Leaves adapters in `model`.
+    """
+    if not config.method.adapter:
+        return parameter_counts(model)[0]
+    wrapped = _wrap(model, config)
+    adapted = dict(_adapted_layers(wrapped))
+    head = model.get_output_embeddings()
+    for name, layer in adapted.items():
+        if layer is head:
+            raise HirankError(f"method.target_modules may not include the output head {name}.")
+        _check_rank(name, layer)
+    if not config.accelerate:  # hirank.accelerate warns by itself
+        for setting, pattern in unmatched_patterns(adapted, config):
+            warnings.warn(f"method.{setting}: {pattern!r} matches no adapted layer.", stacklevel=1)
+    magnitudes = sum(layer.out_features for layer in adapted.values())
+    return parameter_counts(wrapped)[0] + (magnitudes if config.name == "dora" else 0)
+
+
+def _wrap(model: Any, config: MethodConfig) -> nn.Module:
+    """The model with plain LoRA where the adapter will be: enough to know names and shapes."""
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(model, lora_config(config, use_dora=False))
+    except ValueError as error:
+        raise HirankError(_no_target(model, config, error)) from error
+
+
+def _no_target(model: Any, config: MethodConfig, error: ValueError) -> str:
+    from torch import nn
+
+    if "not found" not in str(error) and "no modules" not in str(error).lower():
+        return f"method.target_modules {config.target_modules!r} does not work: {error}"
+    linears = (n for n, m in model.named_modules() if isinstance(m, nn.Linear))
+    endings = dict.fromkeys(name.rpartition(".")[2] for name in linears)
+    return (
+        f"method.target_modules {config.target_modules!r} matches no layer of the model; "
+        f"its linear layers end in {', '.join(endings) or 'nothing: it has none'}."
+    )
+
+
+def _adapted_layers(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name.removeprefix("base_model.model."), module
+
+
+def _check_rank(name: str, layer: Any) -> None:
+    rank, smallest = layer.r["default"], min(layer.in_features, layer.out_features)
+    if rank > smallest:
+        raise HirankError(
+            f"The rank {rank} is larger than layer {name} allows, which maps "
+            f"{layer.in_features} to {layer.out_features}; use method.r <= {smallest}."
+        )
+
+
+def unmatched_patterns(names: Iterable[str], config: MethodConfig) -> list[tuple[str, str]]:
+    """(setting, pattern) of every rank or alpha pattern that fits none of the layer names."""
+    names = list(names)
+    patterns = [("rank_pattern", key) for key in config.rank_pattern]
+    patterns += [("alpha_pattern", key) for key in config.alpha_pattern]
+    return [
+        (setting, pattern)
+        for setting, pattern in patterns
+        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
+    ]
+
+
+# The real thing.
+
+
+def apply(model: Any, config: MethodConfig) -> Applied:
+    """Make the model trainable by the chosen method: adapters in float32, the base frozen."""
+    if not config.method.adapter:
+        return Applied(model.train(), [])
+    from hirank.adapters.peft import explain
+
+    adapted = _accelerated(model, config) if config.accelerate else _with_adapter(model, config)
+    return Applied(adapted, [asdict(row) for row in explain(adapted).rows])
+
+
+def _accelerated(model: Any, config: MethodConfig) -> nn.Module:
+    """PEFT makes hirank's layers at once, which saves it a product B A for each of them."""
+    from hirank.adapters.peft import accelerate, patch_peft
+
+    with patch_peft():
+        return accelerate(_with_adapter(model, config))
+
+
+def _with_adapter(model: Any, config: MethodConfig) -> nn.Module:
+    from peft import get_peft_model
+
+    try:
+        return cast("nn.Module", get_peft_model(model, lora_config(config)))
+    except ValueError as error:
+        raise HirankError(_no_target(model, config, error)) from error
+
+
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """(trainable, all) parameters."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes)

@@ -1,0 +1,138 @@
+"""Everything that can be refused, before anything heavy is done or written.
+
+Settings, output folder, checkpoint, data, tokens, and the adapter against the shapes of the
+model. Only the weights are left to load afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hirank.errors import HirankError
+from hirank.train import methods, model
+from hirank.train.checkpoint import Checkpoint, open_checkpoint
+from hirank.train.evaluate import Question, need_questions, questions
+from hirank.train.optim import planned_steps
+from hirank.train.run import check_run_dir
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+    from hirank.train.config import TrainConfig
+    from hirank.train.data import Examples
+    from hirank.train.tokens import Encoded
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that a run needs and that can be had without the model's weights."""
+
+    config: TrainConfig
+    resume: Checkpoint | None
+    examples: Examples
+    tokenizer: PreTrainedTokenizerBase
+    train_set: Encoded
+    eval_set: Encoded | None
+    questions: list[Question]
+    trainable: int  # parameters
+    steps: int
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the training tokens and labels in their order."""
+        digest = hashlib.sha256()
+        for row in self.train_set.dataset:
+            digest.update(json.dumps([row["input_ids"], row["labels"]]).encode())
+        return digest.hexdigest()
+
+
+def prepare(config: TrainConfig, console: Console, resume: Path | None = None) -> Prepared:
+    """Read and check everything but the weights. Writes nothing. Raises HirankError."""
+    from hirank.train.data import load_examples
+
+    found = _resume_point(config, resume) if resume else None
+    if found is None:
+        check_run_dir(config.run)
+    model.locate(config.model.name)
+    model.pick_device(config.model)
+    examples = load_examples(config.data)
+    console.print(str(examples.counts), markup=False, highlight=False)
+    tokenizer = model.load_tokenizer(config.model)
+    train_set, eval_set = _encode(config, examples, tokenizer)
+    shape = model.meta_model(config.model, model.load_architecture(config.model))
+    prepared = Prepared(
+        config=config,
+        resume=found,
+        examples=examples,
+        tokenizer=tokenizer,
+        train_set=train_set,
+        eval_set=eval_set,
+        questions=_questions(config, examples, tokenizer),
+        trainable=methods.check(shape, config.method),
+        steps=planned_steps(config.optim, len(train_set.dataset)),
+    )
+    _check_same_data(prepared)
+    return prepared
+
+
+def _encode(
+    config: TrainConfig, examples: Examples, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Encoded, Encoded | None]:
+    from hirank.train.tokens import encode
+
+    train_set = encode(examples.train, tokenizer, config.data)
+    if not examples.eval:
+        return train_set, None
+    return train_set, encode(examples.eval, tokenizer, config.data, packing=False)
+
+
+def _questions(
+    config: TrainConfig, examples: Examples, tokenizer: PreTrainedTokenizerBase
+) -> list[Question]:
+    """Held-out questions; without held-out rows, training rows are good enough for samples."""
+    scored = config.eval.exact_match or config.eval.exact_match_every_eval
+    count = max(config.eval.exact_match_rows if scored else 0, config.eval.samples)
+    asked = questions(examples.eval, tokenizer, count)
+    need_questions(asked, config.eval)
+    return asked or questions(examples.train, tokenizer, config.eval.samples)
+
+
+# Resuming.
+
+
+def _resume_point(config: TrainConfig, resume: Path) -> Checkpoint:
+    found = open_checkpoint(resume)
+    changed = changed_settings(found.facts["config"], config)
+    if changed:
+        raise HirankError(
+            f"{resume} was trained with other settings ({', '.join(changed)}); "
+            "resume with the same ones, or start a new run."
+        )
+    return found
+
+
+def changed_settings(before: dict[str, Any], config: TrainConfig) -> list[str]:
+    """Settings that differ and matter: where to write, how to measure and how long do not."""
+    free: dict[str, set[str]] = {"optim": {"epochs", "max_steps"}, "model": {"device"}}
+    return [
+        f"{part}.{key} was {before.get(part, {}).get(key)!r} and is now {value!r}"
+        for part, settings in config.model_dump(mode="json").items()
+        for key, value in settings.items()
+        if part not in ("run", "eval") and key not in free.get(part, set())
+        if before.get(part, {}).get(key) != value
+    ]
+
+
+def _check_same_data(prepared: Prepared) -> None:
+    resume = prepared.resume
+    if resume and resume.facts["data"] != prepared.fingerprint:
+        raise HirankError(
+            f"The training data is not what {resume.path} was trained on; "
+            "restore the files, or start a new run."
+        )

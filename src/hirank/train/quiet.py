@@ -1,0 +1,50 @@
+"""Third parties keep quiet while hirank talks: their chatter is not what a user has to read.
+
+Warnings of hirank itself are shown, each as one line.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CHATTY = ("accelerate", "datasets", "huggingface_hub", "peft", "torch", "transformers", "trl")
+
+
+@contextmanager
+def quiet(console: Console) -> Iterator[None]:
+    """Show hirank's warnings on `console`, and of the libraries below it only errors."""
+    levels = {name: logging.getLogger(name).level for name in CHATTY}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=r"hirank(\.|$)")
+        warnings.showwarning = lambda message, *rest: console.print(
+            f"Warning: {message}", style="yellow", markup=False, highlight=False
+        )
+        _without_bars()
+        for name in CHATTY:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def _without_bars() -> None:
+    """No progress bars but ours."""
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    disable: list[Any] = [
+        datasets.disable_progress_bars,
+        transformers_logging.disable_progress_bar,
+    ]
+    for each in disable:
+        each()

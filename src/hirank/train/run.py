@@ -1,0 +1,129 @@
+"""The folder of a run: one run, one new folder, never another's.
+
+What is in it:
+
+    config.yaml      the settings, every default written out
+    versions.json    Python, libraries, device
+    log.jsonl        what happened, an event a line
+    samples.jsonl    answers before and after
+    checkpoints/     to resume from
+    adapter/         the last weights in PEFT's format (model/ for full fine-tuning)
+    adapter-best/    the best ones (model-best/)
+    report.html      the run in pictures; README.md  the model card
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from hirank.errors import HirankError
+from hirank.train.strict import Strict
+
+PACKAGES = ("hirank", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "triton")
+
+
+class RunConfig(Strict):
+    """Where a run is written, and how often."""
+
+    dir: Path | None = None
+    """The run's folder, which must not exist yet. Default: the next free runs/NAME-N."""
+
+    name: str = Field(default="run", pattern=r"^[\w.-]+$")
+    """The NAME in that default."""
+
+    log_every: PositiveInt = 1
+    """Steps between two lines of the log."""
+
+    save_every: NonNegativeFloat = 0.25
+    """Steps between checkpoints; below 1 a share of the run, 0 only at the end."""
+
+    keep: PositiveInt = 2
+    """How many checkpoints are kept; the oldest go first."""
+
+
+def check_run_dir(config: RunConfig) -> None:
+    """Raise HirankError if the run's folder is taken or cannot be made. Writes nothing."""
+    if config.dir is not None and config.dir.exists():
+        raise HirankError(_taken(config.dir))
+    place = (config.dir or Path("runs") / config.name).absolute()
+    parent = next(folder for folder in place.parents if folder.exists())
+    if not parent.is_dir():
+        raise HirankError(f"Cannot make the run folder {place}: {parent} is not a folder.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise HirankError(_unwritable(place, f"{parent} is read-only"))
+
+
+def _taken(folder: Path) -> str:
+    return (
+        f"The run folder {folder} exists already; choose another run.dir, "
+        f"or continue that run with --resume {folder}."
+    )
+
+
+def _unwritable(folder: Path, reason: str) -> str:
+    return f"Cannot make the run folder {folder}: {reason}; choose a writable one with run.dir."
+
+
+def claim_run_dir(config: RunConfig) -> Path:
+    """Make the run's folder, so that no other run can have it. Raises HirankError if it cannot."""
+    if config.dir is not None:
+        try:
+            _make(config.dir)
+        except FileExistsError:
+            raise HirankError(_taken(config.dir)) from None
+        return config.dir
+    for number in itertools.count(1):
+        folder = Path("runs") / f"{config.name}-{number}"
+        try:
+            _make(folder)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("counting does not end")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except FileExistsError:
+        raise
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        raise HirankError(_unwritable(folder, reason)) from error
+
+
+@contextmanager
+def cleared_on_failure(run_dir: Path, *, new: bool) -> Iterator[list[bool]]:
+    """Remove a new run's folder if it fails before its first step.
+
+    Yields a list; append True to it once there is something worth keeping.
+    """
+    worth: list[bool] = []
+    try:
+        yield worth
+    except BaseException:
+        if new and not worth:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+
+
+def versions(device: str) -> dict[str, Any]:
+    """What the run ran on."""
+    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found | {"device": device}
