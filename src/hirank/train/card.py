@@ -122,7 +122,7 @@ def resume_command(run: Summary) -> str:
 def _intro(run: Summary) -> str:
     what = "adapter for" if is_adapter(run) else "version of"
     lines = [f"# {_inline(run.run_dir.resolve().name)}"]
-    lines.append(f"{method_text(run)} {what} {_code(run.model_name)}, trained with hirank.")
+    lines.append(f"{_inline(method_text(run))} {what} {_code(run.model_name)}, trained with hirank.")
     if hub_name(run) is None:
         lines.append(
             "The base model was read from a local folder. Before publishing, add its Hub name as "
@@ -223,7 +223,7 @@ def _table(head: tuple[str, str], rows: dict[str, Any]) -> str:
 def _inline(text: str) -> str:
     """Text with every sign that Markdown or HTML would act on made harmless."""
     flat = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", flat)
+    return re.sub(r"[\\`*\[\]|#~]|(?<!\w)_|_(?!\w)", r"\\\g<0>", flat)
 
 
 def _code(text: str) -> str:

@@ -17,6 +17,8 @@ from hirank.train.summary import Summary
 __all__ = ["Chart", "run_charts", "smoothed", "thinned"]
 
 BLUE, ORANGE, GREEN = "#3d84f5", "#e07b28", "#2a9d6f"
+CLEAR = "rgba(0,0,0,0)"
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif'
 MAX_POINTS = 3000
 """Points of one line; longer runs keep every k-th step, so that the report stays small."""
 
@@ -38,14 +40,14 @@ def run_charts(run: Summary) -> list[Chart]:
     made = [
         _loss(run),
         _exact_match(run),
-        _single(run, "Learning rate", "lr", "", ".1e"),
-        _single(run, "Gradient norm", "grad_norm", "before clipping", ".3g"),
-        _single(run, "Speed", "tokens_per_s", "training tokens per second", ",.0f"),
+        _single(run, "Learning rate", "lr", "", ".2~g", ".3g"),
+        _single(run, "Gradient norm", "grad_norm", "before clipping", "~g", ".3g"),
+        _single(run, "Speed", "tokens_per_s", "training tokens per second", "~s", ",.0f"),
         _memory(run),
     ]
     charts = [chart for chart in made if chart is not None]
     for chart in charts:
-        chart.figure.update_layout(showlegend=len(chart.figure.data) > 1)
+        _align(chart.figure, run.last_step)
     return charts
 
 
@@ -56,7 +58,7 @@ def _loss(run: Summary) -> Chart | None:
     raw, held_out = _points(run.steps, "loss"), _points(run.evals, "eval_loss")
     if not _any(raw) and not _any(held_out):
         return None
-    figure = _figure("loss", ".3f")
+    figure = _figure("~g", ".4f")
     figure.add_trace(_line(raw, "training", BLUE, opacity=0.35, width=1.5))
     if len(raw[0]) >= 8:
         figure.add_trace(_line((raw[0], smoothed(raw[1])), "training, smoothed", BLUE))
@@ -69,17 +71,17 @@ def _exact_match(run: Summary) -> Chart | None:
     points = _points([e for e in run.evals if "exact_match" in e], "exact_match")
     if not _any(points):
         return None
-    figure = _figure("share of answers", ".0%")
+    figure = _figure(".0%", ".1%")
     figure.add_trace(_line(points, "exact match", GREEN, dots=True))
-    figure.update_yaxes(range=[-0.03, 1.03], rangemode="normal")
+    figure.update_yaxes(range=[-0.03, 1.03])
     return Chart("Exact match", "held-out answers generated word for word", figure)
 
 
-def _single(run: Summary, title: str, name: str, note: str, form: str) -> Chart | None:
+def _single(run: Summary, title: str, name: str, note: str, ticks: str, hover: str) -> Chart | None:
     points = _points(run.steps, name)
     if not _any(points):
         return None
-    figure = _figure(title.lower(), form)
+    figure = _figure(ticks, hover)
     figure.add_trace(_line(points, title.lower(), BLUE))
     return Chart(title, note, figure)
 
@@ -88,7 +90,7 @@ def _memory(run: Summary) -> Chart | None:
     now, peak = _points(run.steps, "memory_bytes"), _points(run.steps, "peak_memory_bytes")
     if not _any(now) and not _any(peak):
         return None
-    figure = _figure("GB", ".2f")
+    figure = _figure("~g", ".3f")
     for points, name, color in ((now, "in use", BLUE), (peak, "peak so far", ORANGE)):
         if _any(points):
             figure.add_trace(_line((points[0], _giga(points[1])), name, color))
@@ -141,22 +143,28 @@ def _giga(values: Sequence[float | None]) -> list[float | None]:
 # Looks.
 
 
-def _figure(unit: str, form: str) -> go.Figure:
-    clear = "rgba(0,0,0,0)"
-    axis = {"zeroline": False, "automargin": True, "ticks": "", "title": {"font": {"size": 12}}}
+def _figure(ticks: str, hover: str) -> go.Figure:
+    """An empty figure; `ticks` and `hover` are d3 formats of the values."""
+    axis = {"zeroline": False, "automargin": True}
     layout = {
         "template": "none",
-        "paper_bgcolor": clear,
-        "plot_bgcolor": clear,
-        "font": {"family": "inherit", "size": 12},
+        "paper_bgcolor": CLEAR,
+        "plot_bgcolor": CLEAR,
+        "font": {"family": FONT, "size": 12},
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "hovermode": "x unified",
-        "showlegend": False,
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "xaxis": axis | {"title": {"text": "step", "font": {"size": 12}}, "showgrid": False},
-        "yaxis": axis | {"hoverformat": form, "title": {"text": unit, "font": {"size": 12}}},
+        "xaxis": axis | {"showgrid": False, "title": {"text": "step", "font": {"size": 12}}},
+        "yaxis": axis | {"rangemode": "tozero", "tickformat": ticks, "hoverformat": hover},
     }
     return go.Figure(layout=layout)
+
+
+def _align(figure: go.Figure, last_step: int) -> None:
+    """One x range for every chart, so that what lies below one another happened together."""
+    margin = max(1, last_step) * 0.015
+    figure.update_xaxes(range=[-margin, max(1, last_step) + margin])
+    figure.update_layout(showlegend=len(figure.data) > 1)
 
 
 def _line(

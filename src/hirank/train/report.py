@@ -24,6 +24,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from hirank.train.card import (
+    METHOD_NAMES,
     chat_command,
     is_adapter,
     load_code,
@@ -79,6 +80,7 @@ def page(run: Summary, charts: list[Chart]) -> dict[str, Any]:
         "cards": _cards(run),
         "charts": charts,
         "samples": [_sample_row(sample) for sample in samples[:MAX_SAMPLES]],
+        "samples_note": _samples_note(run),
         "samples_left": max(0, len(samples) - MAX_SAMPLES),
         "layers": layer_groups(run.start.get("layers") or []),
         "no_layers": _no_layers(run),
@@ -145,8 +147,8 @@ class Card:
 
 def _cards(run: Summary) -> list[Card]:
     cards = [
-        _change_card("Exact match", run.exact_match, percent_text, "on held-out answers"),
-        _change_card("Held-out loss", run.eval_loss, "{:.3f}".format, "first, best"),
+        _change_card("Exact match", run.exact_match, percent_text, "held-out answers, step {}"),
+        _change_card("Held-out loss", run.eval_loss, "{:.3f}".format, "best at step {}"),
         None if run.eval_loss else _train_card(run),
         _card("Time", run.seconds, duration_text, f"{run.last_step:,} optimizer steps"),
         _card("Speed", run.tokens_per_s, lambda n: f"{n:,.0f} tokens/s", _tokens_note(run)),
@@ -164,11 +166,11 @@ def _change_card(label: str, change: Change | None, form: Any, note: str) -> Car
     if change is None:
         return None
     before = "" if change.before is None else form(change.before)
-    return Card(label, form(change.after), f"{note} (step {change.step})", before)
+    return Card(label, form(change.after), note.format(change.step), before)
 
 
 def _train_card(run: Summary) -> Card | None:
-    return _change_card("Training loss", run.train_loss, "{:.3f}".format, "first, last")
+    return _change_card("Training loss", run.train_loss, "{:.3f}".format, "logged at step {}")
 
 
 def _tokens_note(run: Summary) -> str:
@@ -192,6 +194,11 @@ class Piece:
 
     text: str
     differs: bool
+
+
+def _samples_note(run: Summary) -> str:
+    origin = "Held-out prompts" if run.start.get("n_eval") else "Prompts from the training data"
+    return f"{origin} as the model sees them, answered before and after training."
 
 
 def _sample_row(sample: Sample) -> dict[str, Any]:
@@ -251,7 +258,10 @@ def layer_groups(layers: Iterable[dict[str, Any]]) -> list[LayerGroup]:
     for layer in layers:
         kind, tier, reason = (str(layer.get(key) or "") for key in ("kind", "tier", "reason"))
         groups.setdefault((kind, tier, reason), []).append(str(layer.get("name", "")))
-    made = [LayerGroup(len(names), *key, _patterns(names)) for key, names in groups.items()]
+    made = [
+        LayerGroup(len(names), METHOD_NAMES.get(kind, kind), tier, reason, _patterns(names))
+        for (kind, tier, reason), names in groups.items()
+    ]
     return sorted(made, key=lambda group: -group.count)
 
 

@@ -178,9 +178,18 @@ def load_summary(run_dir: Path) -> Summary:
 def _config_text(run_dir: Path, events: Iterable[Event]) -> str:
     path = run_dir / "config.yaml"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return _checked_yaml(path)
     config = _from_start(events, "config")
     return yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else ""
+
+
+def _checked_yaml(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    try:
+        yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise HirankError(f"{path} is not valid YAML: restore the file of the run.") from error
+    return text
 
 
 def _versions(run_dir: Path, events: Iterable[Event]) -> dict[str, str]:
