@@ -10,7 +10,7 @@ from the folder of the configuration file.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,25 +177,29 @@ def _parse_override(text: str) -> dict[str, Any]:
 def _spread(tree: dict[str, Any]) -> dict[str, Any]:
     """Replace shorthands and other trainers' names by our own."""
     result: dict[str, Any] = {}
-    for key, value in tree.items():
-        if key in SHORTHANDS and not isinstance(value, dict):
-            result = _merge(result, {key: {SHORTHANDS[key]: value}})
-        elif key in TrainConfig.model_fields and isinstance(value, dict):
-            result = _merge(result, {key: {}})
-            for name, inner in value.items():
-                result = _merge(result, _placed(name, inner, section=key))
-        else:
-            result = _merge(result, _placed(key, value))
+    names: dict[tuple[str, ...], str] = {}
+    for name, path, value in _settings(tree):
+        if path in names:
+            raise HirankError(f"{names[path]} and {name} are the same setting; give it once.")
+        names[path] = name
+        for part in reversed(path):
+            value = {part: value}
+        result = _merge(result, value)
     return result
 
 
-def _placed(name: str, value: Any, section: str | None = None) -> dict[str, Any]:
-    """`value` under its own name, or where an alias says that it belongs."""
-    known = _section_fields(section) if section else TrainConfig.model_fields
-    if name in ALIASES and name not in known:
-        target, key = ALIASES[name].split(".")
-        return {target: {key: value}}
-    return {section: {name: value}} if section else {name: value}
+def _settings(tree: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """(name as written, where it belongs, value) of every setting."""
+    for key, value in tree.items():
+        if key in SHORTHANDS and not isinstance(value, dict):
+            yield key, (key, SHORTHANDS[key]), value
+        elif key in TrainConfig.model_fields and isinstance(value, dict):
+            for name, inner in value.items():
+                alias = name in ALIASES and name not in _section_fields(key)
+                path = tuple(ALIASES[name].split(".")) if alias else (key, str(name))
+                yield f"{key}.{name}", path, inner
+        else:
+            yield key, tuple(ALIASES.get(key, key).split(".")), value
 
 
 def _section_fields(section: str) -> Iterable[str]:

@@ -62,13 +62,30 @@ class Question:
 
 
 def questions(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limit: int
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    *,
+    skip_bad: bool = False,
 ) -> list[Question]:
-    """The first `limit` rows that have an answer; rows of plain text have none."""
+    """The first `limit` rows that have an answer; rows of plain text have none.
+
+    Raises HirankError for a row that the chat template refuses, unless those are skipped.
+    """
     from hirank.train.tokens import prompt_and_answer
 
-    answerable = [example for example in examples if example.text is None]
-    return [Question(*prompt_and_answer(example, tokenizer)) for example in answerable[:limit]]
+    found: list[Question] = []
+    for example in examples:
+        if len(found) == limit:
+            break
+        if example.text is not None:
+            continue
+        try:
+            found.append(Question(*prompt_and_answer(example, tokenizer)))
+        except HirankError:
+            if not skip_bad:
+                raise
+    return found
 
 
 def need_questions(found: Sequence[Question], config: EvalConfig) -> None:

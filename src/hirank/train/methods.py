@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -147,9 +148,8 @@ def check(model: Any, config: MethodConfig) -> int:
         if layer is head:
             raise HirankError(f"method.target_modules may not include the output head {name}.")
         _check_rank(name, layer)
-    if not config.accelerate:  # hirank.accelerate warns by itself
-        for setting, pattern in unmatched_patterns(adapted, config):
-            warnings.warn(f"method.{setting}: {pattern!r} matches no adapted layer.", stacklevel=1)
+    for setting, pattern in unmatched_patterns(adapted, config):
+        warnings.warn(f"method.{setting}: {pattern!r} matches no adapted layer.", stacklevel=1)
     magnitudes = sum(layer.out_features for layer in adapted.values())
     return parameter_counts(wrapped)[0] + (magnitudes if config.name == "dora" else 0)
 
@@ -159,7 +159,8 @@ def _wrap(model: Any, config: MethodConfig) -> nn.Module:
     from peft import get_peft_model
 
     try:
-        return get_peft_model(model, lora_config(config, use_dora=False))
+        with _warned_already():
+            return get_peft_model(model, lora_config(config, use_dora=False))
     except ValueError as error:
         raise HirankError(_no_target(model, config, error)) from error
 
@@ -210,12 +211,17 @@ def unmatched_patterns(names: Iterable[str], config: MethodConfig) -> list[tuple
 
 
 def apply(model: Any, config: MethodConfig) -> Applied:
-    """Make the model trainable by the chosen method: adapters in float32, the base frozen."""
+    """Make the model trainable by the chosen method: adapters in float32, the base frozen.
+
+    `check` comes first, and has said which patterns match nothing.
+    """
     if not config.method.adapter:
         return Applied(model.train(), [])
     from hirank.adapters.peft import explain
 
-    adapted = _accelerated(model, config) if config.accelerate else _with_adapter(model, config)
+    make = _accelerated if config.accelerate else _with_adapter
+    with _warned_already():
+        adapted = make(model, config)
     return Applied(adapted, [asdict(row) for row in explain(adapted).rows])
 
 
@@ -234,6 +240,14 @@ def _with_adapter(model: Any, config: MethodConfig) -> nn.Module:
         return cast("nn.Module", get_peft_model(model, lora_config(config)))
     except ValueError as error:
         raise HirankError(_no_target(model, config, error)) from error
+
+
+@contextmanager
+def _warned_already() -> Iterator[None]:
+    """`check` names patterns that match nothing; PEFT and hirank's layers need not do it again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern")
+        yield
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:

@@ -65,6 +65,8 @@ def prepare(config: TrainConfig, console: Console, resume: Path | None = None) -
     console.print(str(examples.counts), markup=False, highlight=False)
     tokenizer = model.load_tokenizer(config.model)
     train_set, eval_set = _encode(config, examples, tokenizer)
+    for part in (train_set, eval_set):
+        _tell_left_out(part, config, console)
     shape = model.meta_model(config.model, model.load_architecture(config.model))
     prepared = Prepared(
         config=config,
@@ -92,15 +94,31 @@ def _encode(
     return train_set, encode(examples.eval, tokenizer, config.data, packing=False)
 
 
+def _tell_left_out(part: Encoded | None, config: TrainConfig, console: Console) -> None:
+    """No row disappears without a word."""
+    if part is None:
+        return
+    limit = f"longer than data.max_length {config.data.max_length}"
+    counts = {
+        f"are {limit} and left out": part.n_dropped,
+        f"are {limit} and cut": part.n_truncated,
+        "are refused by the chat template and left out": part.n_refused,
+    }
+    for what, count in counts.items():
+        if count:
+            console.print(f"{count} rows {what}", style="yellow", markup=False, highlight=False)
+
+
 def _questions(
     config: TrainConfig, examples: Examples, tokenizer: PreTrainedTokenizerBase
 ) -> list[Question]:
     """Held-out questions; without held-out rows, training rows are good enough for samples."""
     scored = config.eval.exact_match or config.eval.exact_match_every_eval
     count = max(config.eval.exact_match_rows if scored else 0, config.eval.samples)
-    asked = questions(examples.eval, tokenizer, count)
+    skip = config.data.skip_bad_rows
+    asked = questions(examples.eval, tokenizer, count, skip_bad=skip)
     need_questions(asked, config.eval)
-    return asked or questions(examples.train, tokenizer, config.eval.samples)
+    return asked or questions(examples.train, tokenizer, config.eval.samples, skip_bad=skip)
 
 
 # Resuming.
