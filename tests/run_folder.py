@@ -63,7 +63,10 @@ def events(steps: int = 160, every: int = 16, seed: int = 0) -> list[dict[str, A
         if step % every == 0:
             share = 1 / (1 + math.exp(-9 * (step / steps - 0.45)))
             rows.append(_eval(step, 0.16 + 2.9 * math.exp(-step / 28), round(0.86 * share, 2)))
-    rows += [*_samples("after", steps), {"event": "end", "step": steps, "status": "finished"}]
+    rows += [
+        *_samples("after", steps),
+        {"event": "end", "step": steps, "status": "finished", "best_step": steps},
+    ]
     for number, row in enumerate(rows):
         row["time"] = (BEGAN + timedelta(seconds=1.6 * number)).isoformat(timespec="milliseconds")
     return rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hirank.train.card import write_card
 from run_folder import events, write_run
@@ -48,7 +48,8 @@ def test_body(tmp_path: Path) -> None:
     for text in (
         "# orders-1", "DoRA, r = 64, alpha = 128", "train.jsonl", "1,280 training examples",
         "| lr | 0.0002 |", "| batch_size | 8 |", "exact match on held-out data | 0 % → 85 %",
-        "| peak memory | 1.72 GB |", "19.8 M of 154.3 M (12.8 %)", "| torch | 2.13.0+cpu |",
+        "| peak memory | 1.72 GB |", "| best weights | from step 20 |",
+        "19.8 M of 154.3 M (12.8 %)", "| torch | 2.13.0+cpu |",
     ):  # fmt: skip
         assert text in body
     assert "/data/orders" not in body  # folders of the machine are nobody's business
@@ -72,6 +73,7 @@ def test_the_python_in_the_card_loads_the_adapter(
         model.base_model.model.model.layers[0].mlp.up_proj.lora_B["default"].weight
     )
     model.save_pretrained(tmp_path / "adapter-best")
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "adapter-best")
     rows = events(steps=4)
     rows[0]["model"] = str(tiny_model_dir)
     _, body = card(tmp_path, rows)

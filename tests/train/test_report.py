@@ -135,7 +135,7 @@ def test_a_run_without_a_step(tmp_path: Path) -> None:
     page = report(tmp_path, [start])
     assert "No step was logged" in page.text and "No samples were generated" in page.text
     assert "unfinished after 0 steps" in page.text and "no end" in page.text
-    assert page.scripts == []
+    assert page.scripts == [] and "Use it" not in page.text
 
 
 def test_an_empty_log(tmp_path: Path) -> None:
@@ -195,6 +195,12 @@ def test_long_texts_and_many_samples_are_cut_and_said_to_be(tmp_path: Path) -> N
     page = report(tmp_path, rows)
     assert "(7 more characters)" in page.text
     assert f"{25 - MAX_SAMPLES} more in log.jsonl" in page.text and "p24" not in page.text
+
+
+def test_a_long_run_is_thinned_and_says_so(tmp_path: Path) -> None:
+    page = report(tmp_path, events(steps=6001, every=1000))
+    assert "one logged step in 3" in page.text
+    assert len(json.loads(page.scripts[0])[0]["data"][0]["x"]) == 2001
 
 
 # Parts.

@@ -93,7 +93,7 @@ def load_code(run: Summary, folder: str) -> str:
         "from peft import PeftModel\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"base = AutoModelForCausalLM.from_pretrained({_base_arguments(run)})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({_base_arguments(run)})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({folder!r})\n"
         f"model = PeftModel.from_pretrained(base, {folder!r})"
     )
 
@@ -112,8 +112,7 @@ def chat_command(run: Summary) -> str:
 
 def resume_command(run: Summary) -> str:
     """Shell line that goes on from the last checkpoint."""
-    config = shlex.quote(str(run.run_dir / "config.yaml"))
-    return f"hirank train {config} --resume {shlex.quote(str(run.run_dir))}"
+    return f"hirank train --resume {shlex.quote(str(run.run_dir))}"
 
 
 # Sections.
@@ -122,7 +121,9 @@ def resume_command(run: Summary) -> str:
 def _intro(run: Summary) -> str:
     what = "adapter for" if is_adapter(run) else "version of"
     lines = [f"# {_inline(run.run_dir.resolve().name)}"]
-    lines.append(f"{_inline(method_text(run))} {what} {_code(run.model_name)}, trained with hirank.")
+    lines.append(
+        f"{_inline(method_text(run))} {what} {_code(run.model_name)}, trained with hirank."
+    )
     if hub_name(run) is None:
         lines.append(
             "The base model was read from a local folder. Before publishing, add its Hub name as "
@@ -183,6 +184,7 @@ def _results(run: Summary) -> str:
         "exact match on held-out data": _change(run.exact_match, percent_text),
         "loss on held-out data (first, best)": _change(run.eval_loss, "{:.4f}".format),
         "training loss (first, last)": _change(run.train_loss, "{:.4f}".format),
+        "best weights": best_text(run),
         "optimizer steps": f"{run.last_step:,}" if run.steps else None,
         "training time": duration_text(run.seconds) if run.seconds else None,
         "median speed": f"{run.tokens_per_s:,.0f} tokens/s" if run.tokens_per_s else None,
@@ -191,6 +193,12 @@ def _results(run: Summary) -> str:
     }
     rows = {name: value for name, value in found.items() if value is not None}
     return "## Results\n\n" + _table(("measure", "value"), rows) if rows else ""
+
+
+def best_text(run: Summary) -> str | None:
+    """`from step 160`, None if no evaluation chose the best weights."""
+    step = (run.end or {}).get("best_step")
+    return f"from step {step:,}" if isinstance(step, int) else None
 
 
 def trainable_text(run: Summary) -> str | None:
@@ -205,7 +213,7 @@ def _change(change: Change | None, form: Any) -> str | None:
     if change is None:
         return None
     before = "" if change.before is None else f"{form(change.before)} → "
-    return f"{before}{form(change.after)} (step {change.step})"
+    return f"{before}{form(change.after)} (step {change.step:,})"
 
 
 def _versions(run: Summary) -> str:

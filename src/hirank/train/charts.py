@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from hirank.train.runlog import Event
 from hirank.train.summary import Summary
 
-__all__ = ["Chart", "run_charts", "smoothed", "thinned"]
+__all__ = ["Chart", "run_charts", "smoothed", "stride", "thinned"]
 
 BLUE, ORANGE, GREEN = "#3d84f5", "#e07b28", "#2a9d6f"
 CLEAR = "rgba(0,0,0,0)"
@@ -115,11 +115,15 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
     return result
 
 
+def stride(count: int) -> int:
+    """Of `count` points every how many are drawn."""
+    return max(1, math.ceil(count / MAX_POINTS))
+
+
 def thinned(points: Points) -> Points:
     """Every k-th point and the last one, so that at most MAX_POINTS + 1 are left."""
     count = len(points[0])
-    stride = math.ceil(count / MAX_POINTS) or 1
-    kept = [*range(0, count - 1, stride), count - 1] if count else []
+    kept = [*range(0, count - 1, stride(count)), count - 1] if count else []
     return [points[0][i] for i in kept], [points[1][i] for i in kept]
 
 

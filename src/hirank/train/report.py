@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from plotly.offline import get_plotlyjs
 
 from hirank.train.card import (
     METHOD_NAMES,
+    best_text,
     chat_command,
     is_adapter,
     load_code,
@@ -33,7 +35,7 @@ from hirank.train.card import (
     resume_command,
     trainable_text,
 )
-from hirank.train.charts import Chart, run_charts
+from hirank.train.charts import Chart, run_charts, stride
 from hirank.train.files import write_text
 from hirank.train.summary import Change, Sample, Summary, load_summary
 from hirank.train.units import bytes_text, count_text, duration_text, percent_text
@@ -79,6 +81,7 @@ def page(run: Summary, charts: list[Chart]) -> dict[str, Any]:
         "notices": _notices(run),
         "cards": _cards(run),
         "charts": charts,
+        "stride": stride(len(run.steps)),
         "samples": [_sample_row(sample) for sample in samples[:MAX_SAMPLES]],
         "samples_note": _samples_note(run),
         "samples_left": max(0, len(samples) - MAX_SAMPLES),
@@ -101,8 +104,13 @@ def _subtitle(run: Summary) -> str:
     if told:
         parts.append(f"{' and '.join(told)} examples")
     if run.began:
-        parts.append(f"{run.began:%-d %B %Y, %H:%M} UTC")
+        parts.append(f"{_date(run.began)}")
     return " · ".join(parts)
+
+
+def _date(moment: datetime) -> str:
+    there = moment.astimezone(UTC)
+    return f"{there.day} {there:%B %Y, %H:%M} UTC"
 
 
 @dataclass(frozen=True)
@@ -125,8 +133,8 @@ def _notices(run: Summary) -> list[str]:
     notices = []
     if run.nonfinite_step is not None:
         notices.append(
-            f"The training loss was not a finite number at step {run.nonfinite_step}. The weights "
-            "after that step are not to be trusted: try a lower optim.lr."
+            f"The training loss was not a finite number at step {run.nonfinite_step}. Weights "
+            "from after that step are not to be trusted: try a lower optim.lr."
         )
     if run.end is None:
         notices.append("The log has no end: the run is still going on, or it was killed.")
@@ -147,8 +155,8 @@ class Card:
 
 def _cards(run: Summary) -> list[Card]:
     cards = [
-        _change_card("Exact match", run.exact_match, percent_text, "held-out answers, step {}"),
-        _change_card("Held-out loss", run.eval_loss, "{:.3f}".format, "best at step {}"),
+        _change_card("Exact match", run.exact_match, percent_text, "held-out answers, step {:,}"),
+        _change_card("Held-out loss", run.eval_loss, "{:.3f}".format, "best at step {:,}"),
         None if run.eval_loss else _train_card(run),
         _card("Time", run.seconds, duration_text, f"{run.last_step:,} optimizer steps"),
         _card("Speed", run.tokens_per_s, lambda n: f"{n:,.0f} tokens/s", _tokens_note(run)),
@@ -170,7 +178,7 @@ def _change_card(label: str, change: Change | None, form: Any, note: str) -> Car
 
 
 def _train_card(run: Summary) -> Card | None:
-    return _change_card("Training loss", run.train_loss, "{:.3f}".format, "logged at step {}")
+    return _change_card("Training loss", run.train_loss, "{:.3f}".format, "logged at step {:,}")
 
 
 def _tokens_note(run: Summary) -> str:
@@ -290,10 +298,16 @@ class UsageStep:
 
 
 def _usage(run: Summary) -> list[UsageStep]:
-    load = load_code(run, str(run.run_dir / result_dir(run)))
+    """Nothing before the first step: there is no checkpoint yet."""
+    if not run.steps:
+        return []
+    folder = result_dir(run)
+    load = load_code(run, str(run.run_dir / folder))
+    best = best_text(run) if folder.endswith("-best") else None
+    what = f"best weights, {best}" if best else "last weights"
     return [
         UsageStep("Try it in a terminal", chat_command(run)),
-        UsageStep("Load it in Python, without hirank", load),
+        UsageStep(f"Load it in Python, without hirank ({what})", load),
         UsageStep("Go on from the last checkpoint", resume_command(run)),
     ]
 
