@@ -211,6 +211,7 @@ def test_layers_are_grouped_by_how_they_ran() -> None:
     assert (most.count, most.kind, most.tier) == (209, "DoRA", "owned")
     assert dict(most.names)["model.layers.*.mlp.down_proj"] == 29
     assert (rest.count, rest.tier, rest.reason) == (1, "peft", "the adapter has a bias")
+    assert rest.names == [("model.layers.29.mlp.down_proj", 1)]
     assert layer_groups([]) == [] and layer_groups([{"name": "a"}])[0].count == 1
 
 

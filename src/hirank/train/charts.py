@@ -157,6 +157,7 @@ def _figure(ticks: str, hover: str) -> go.Figure:
         "font": {"family": FONT, "size": 12},
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "hovermode": "x unified",
+        "hoverlabel": {"namelength": -1},
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         "xaxis": axis | {"showgrid": False, "title": {"text": "step", "font": {"size": 12}}},
         "yaxis": axis | {"rangemode": "tozero", "tickformat": ticks, "hoverformat": hover},

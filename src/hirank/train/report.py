@@ -12,7 +12,6 @@ import difflib
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -274,8 +273,14 @@ def layer_groups(layers: Iterable[dict[str, Any]]) -> list[LayerGroup]:
 
 
 def _patterns(names: Iterable[str]) -> list[tuple[str, int]]:
-    """`layers.0.mlp.up_proj`, `layers.1.mlp.up_proj` -> `layers.*.mlp.up_proj` twice."""
-    return list(Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names).items())
+    """`layers.0.mlp.up_proj`, `layers.1.mlp.up_proj` -> `layers.*.mlp.up_proj`, twice.
+
+    A name that shares its pattern with no other is given in full.
+    """
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    return [(found[0] if len(found) == 1 else p, len(found)) for p, found in alike.items()]
 
 
 def _no_layers(run: Summary) -> str:
