@@ -207,7 +207,7 @@ def _format_of(row: dict[str, object], raw: Raw, file: _Read) -> Format:
         raise BadRow(f"the keys {', '.join(map(repr, _keys(raw)))} fit no {_wanted(file)}")
     if file.form is not None:
         raise BadRow(
-            f"is a {found.name} row, but {file.form_place} makes this file {file.form.name}; "
+            f"has the format {found.name}, but {file.form_place} makes this file {file.form.name}; "
             "a file holds one format, so give each its own file"
         )
     file.form, file.form_place = found, f"{file.path}:{raw.place}"

@@ -2,7 +2,8 @@
 
 A packed batch carries position ids that start again at 0 for each document and no attention
 mask: from that, Transformers builds a block-diagonal mask for eager and sdpa attention, and
-flash attention its document borders. Whether a model really keeps documents apart is not
+flash attention its document borders; but only with use_cache=False, as trainers call it, since
+a cache could hold earlier tokens. Whether a model really keeps documents apart is not
 taken on trust but tried out (`is_isolated`).
 """
 

@@ -91,7 +91,7 @@ def _jsonl(path: Path) -> Iterator[Raw]:
         for number, line in enumerate(file, 1):
             data = line.removeprefix(BOM) if number == 1 else line
             if data.strip():
-                yield _json_line(str(number), data)
+                yield _json_line(str(number), data.rstrip())
 
 
 def _json_line(place: str, data: bytes) -> Raw:

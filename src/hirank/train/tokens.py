@@ -119,8 +119,7 @@ def encode(
 def prompt_and_answer(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """The text to generate from, and the last answer as the data give it.
 
-    With a chat template the prompt is rendered in full: tokenise it with
-    add_special_tokens=False. Without one a plain prompt is as it is: tokenise it with True.
+    The prompt holds its special tokens: tokenise it with add_special_tokens=False.
     """
     if example.text is not None:
         raise HirankError(
@@ -130,7 +129,7 @@ def prompt_and_answer(example: Example, tokenizer: PreTrainedTokenizerBase) -> t
     *context, answer = example.messages
     if tokenizer.chat_template is None:
         _need_template(example)
-        return "".join(message.content for message in context), answer.content
+        return _opened(context[0].content, tokenizer), answer.content
     try:
         return _render(tokenizer, context, prompt=True), answer.content
     except _Refused as reason:
@@ -258,6 +257,13 @@ def _need_template(example: Example) -> None:
             f"{example.source} has a system text, but the model's tokenizer has no chat "
             "template to put it in; remove data.system, or use an instruct model."
         )
+
+
+def _opened(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """`text` behind the start-of-text token, where the tokenizer would put one."""
+    start = tokenizer.bos_token
+    opens = start is not None and tokenizer(text)["input_ids"][:1] == [tokenizer.bos_token_id]
+    return f"{start}{text}" if opens and not text.startswith(str(start)) else text
 
 
 def _joined(example: Example, tokenizer: PreTrainedTokenizerBase, everything: bool) -> Tokens:
