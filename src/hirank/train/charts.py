@@ -59,6 +59,7 @@ def _loss(run: Summary) -> Chart | None:
     if not _any(raw) and not _any(held_out):
         return None
     figure = _figure("~g", ".4f")
+    figure.update_yaxes(rangemode="normal")
     figure.add_trace(_line(raw, "training", BLUE, opacity=0.35, width=1.5))
     if len(raw[0]) >= 8:
         figure.add_trace(_line((raw[0], smoothed(raw[1])), "training, smoothed", BLUE))

@@ -287,7 +287,8 @@ def _state_text(event: Event) -> str:
 
 
 def _eta_text(seconds: float | None) -> str:
-    return "" if seconds is None else f"{duration_text(seconds)} to go"
+    """Nothing when it is not known yet, and nothing when it is over."""
+    return f"{duration_text(seconds)} to go" if seconds else ""
 
 
 def _eval_line(event: Event) -> str:
