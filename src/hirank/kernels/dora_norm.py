@@ -43,7 +43,7 @@ def _column_blocks(weight: Tensor, rank: int, chunk_bytes: int) -> Iterator[slic
     if weight.dtype == acc:
         yield slice(0, columns)  # nothing to widen: a view is free
         return
-    fitting = chunk_bytes // max(1, (rows + rank) * acc.itemsize)
+    fitting = chunk_bytes // max(1, 2 * (rows + rank) * acc.itemsize)  # the rest is for [N, R]
     width = max(_ALIGN, min(fitting, columns // 2) // _ALIGN * _ALIGN)
     for start in range(0, columns, width):
         yield slice(start, min(start + width, columns))

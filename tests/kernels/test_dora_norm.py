@@ -1,0 +1,128 @@
+"""The factored norm against the fp64 definition."""
+
+import pytest
+import torch
+
+from hirank.kernels.dora_norm import dora_gain, dora_norm, row_square_sum
+from hirank.testing import FLOATS, LINEAR_SHAPES, LinearCase
+from recorder import LiveBytes, OpLog
+
+TIGHT = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
+
+
+def dense(case: LinearCase) -> torch.Tensor:
+    weight, A, B = case.weight.double(), case.lora_A.double(), case.lora_B.double()
+    return (weight + case.scale * B @ A).norm(dim=1)
+
+
+def norm_of(case: LinearCase, **more: object) -> torch.Tensor:
+    return dora_norm(case.weight, case.lora_A, case.lora_B, scale=case.scale, **more)
+
+
+@pytest.mark.parametrize("shape", LINEAR_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_equals_the_definition(shape, dtype):
+    case = LinearCase.make(shape).to(dtype)
+    norm = norm_of(case)
+    assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(norm.double(), dense(case), rtol=TIGHT[dtype], atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_scale_zero_is_the_base_norm(dtype):
+    case = LinearCase.make((1, 40, 96, 4)).to(dtype)
+    with OpLog() as log:
+        norm = dora_norm(case.weight, case.lora_A, case.lora_B, scale=0.0)
+    assert not log.matmuls()
+    torch.testing.assert_close(norm.double(), case.weight.double().norm(dim=1), rtol=1e-6, atol=0)
+
+
+def test_zero_B_gives_exactly_the_base_norm():
+    case = LinearCase.make((1, 40, 96, 4)).to(torch.float32)
+    norm = dora_norm(case.weight, case.lora_A, torch.zeros_like(case.lora_B), scale=2.0)
+    assert torch.equal(norm, row_square_sum(case.weight).sqrt())
+
+
+def test_kept_base_term_changes_nothing():
+    case = LinearCase.make((1, 40, 96, 4)).to(torch.bfloat16)
+    assert torch.equal(norm_of(case), norm_of(case, base_sq=row_square_sum(case.weight)))
+
+
+def test_mixed_dtypes_and_strided_inputs():
+    case = LinearCase.make((1, 40, 96, 4)).to(torch.bfloat16)
+    A, B = case.lora_A.float(), case.lora_B.half()
+    strided = torch.empty(96, 40, dtype=torch.bfloat16).T.copy_(case.weight)
+    got = dora_norm(strided, A, B, scale=2.0)
+    exact = (case.weight.double() + 2 * B.double() @ A.double()).norm(dim=1)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_autocast_does_not_reach_the_sums():
+    case = LinearCase.make((1, 40, 96, 4)).to(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = norm_of(case)
+    assert torch.equal(inside, norm_of(case))
+
+
+def test_cancelling_rows_are_computed_again():
+    """D10: W close to -s B A, where the three terms cancel and fp32 would be 10 % off."""
+    draw = torch.Generator().manual_seed(0)
+    A = torch.randn(16, 1024, generator=draw, dtype=torch.float64)
+    B = torch.randn(256, 16, generator=draw, dtype=torch.float64)
+    noise = torch.randn(256, 1024, generator=draw, dtype=torch.float64)
+    weight = (1e-3 * noise - 2 * B @ A).bfloat16()
+    A32, B32 = A.float(), B.float()
+    exact = (weight.double() + 2 * B32.double() @ A32.double()).norm(dim=1)
+    got = dora_norm(weight, A32, B32, scale=2.0).double()
+    assert ((got - exact).abs() / exact).max() < 1e-5
+    ordinary = noise.bfloat16()
+    exact = (ordinary.double() + 2 * B32.double() @ A32.double()).norm(dim=1)
+    got = dora_norm(ordinary, A32, B32, scale=2.0).double()
+    assert ((got - exact).abs() / exact).max() < 1e-5
+
+
+def test_exact_cancellation_is_zero_not_nan():
+    case = LinearCase.make((1, 24, 32, 4)).to(torch.float64)
+    weight = -(case.scale * case.lora_B @ case.lora_A)
+    norm = dora_norm(weight, case.lora_A, case.lora_B, scale=case.scale)
+    assert norm.max() < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_stays_within_its_budget(dtype):
+    """D15: a large layer's norm needs no full-size buffer."""
+    weight = torch.randn(2048, 8192).to(dtype)
+    A, B = torch.randn(8, 8192), torch.randn(2048, 8)
+    budget = 8 * 2**20
+    with LiveBytes() as live:
+        norm = dora_norm(weight, A, B, scale=0.5, chunk_bytes=budget)
+    assert live.peak < budget
+    exact = (weight.double() + 0.5 * B.double() @ A.double()).norm(dim=1)
+    torch.testing.assert_close(norm.double(), exact, rtol=1e-5, atol=0)
+
+
+def test_half_weights_are_never_widened_as_a_whole():
+    weight, A, B = torch.randn(384, 256).bfloat16(), torch.randn(4, 256), torch.randn(384, 4)
+    with OpLog() as log:
+        dora_norm(weight, A, B, scale=2.0)
+    assert not log.made(torch.float32, (384, 256))
+    assert not log.made(None, (256, 256))
+
+
+def test_gain_of_a_row_without_direction_is_one():
+    magnitude = torch.tensor([0.0, 2.0, 3.0], requires_grad=True)
+    norm = torch.tensor([0.0, 0.0, 1.5])
+    gain = dora_gain(magnitude, norm)
+    assert gain.tolist() == [1.0, 1.0, 2.0]
+    (grad,) = torch.autograd.grad(gain.sum(), magnitude)
+    torch.testing.assert_close(grad, torch.tensor([0.0, 0.0, 1 / 1.5]))
+
+
+def test_gain_is_exactly_one_where_m_is_the_norm():
+    norm = torch.rand(10_000) + 1e-3
+    assert torch.equal(dora_gain(norm.clone(), norm), torch.ones_like(norm))
+
+
+def test_shapes_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match=r"A must be \[R, 8\] and B \[4, R\]"):
+        dora_norm(torch.zeros(4, 8), torch.zeros(2, 7), torch.zeros(4, 2), scale=1.0)
