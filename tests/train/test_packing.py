@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -121,6 +122,11 @@ def test_collator_for_a_model(tokenizer: PreTrainedTokenizerFast) -> None:
     assert collator_for(model, tokenizer, packing=True) == Collator(
         tokenizer.pad_token_id, packed=True
     )
+
+
+def test_collator_for_a_model_with_adapters(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules="all-linear"))
+    assert collator_for(model, tokenizer, packing=True).packed
 
 
 def test_flash_attention_reads_one_flat_row(

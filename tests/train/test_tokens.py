@@ -123,6 +123,8 @@ ANSWERS = [
     '{"name": "value"}\n\n  two  words',
     "user",
     "<think>",
+    ">",  # how the end-of-turn marks end
+    "end|>",
 ]
 
 

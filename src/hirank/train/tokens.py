@@ -317,11 +317,12 @@ def _start(
     """
     if not index:
         return 0
+    answer = messages[index].role == "assistant"
+    asked = _render(tokenizer, messages[:index], prompt=answer)
+    if text.startswith(asked):
+        return len(asked)
     before = _render(tokenizer, messages[:index])
     _check_prefix(text, before)
-    if messages[index].role != "assistant":
-        return len(before)
-    asked = _render(tokenizer, messages[:index], prompt=True)
     return max(len(before), len(commonprefix([text, asked])))
 
 
@@ -336,10 +337,15 @@ def _end(
     upto = text if index == len(messages) - 1 else _render(tokenizer, messages[: index + 1])
     _check_prefix(text, upto)
     turn = upto[start:]
-    visible = turn.rstrip()
-    if visible.endswith(messages[index].content.strip()):
-        return len(upto)  # no mark but white space, which then is the mark
-    return start + len(visible)
+    if _is_bare(turn, messages[index]):
+        return len(upto)  # white space is all the mark there is
+    return start + len(turn.rstrip())
+
+
+def _is_bare(turn: str, message: Message) -> bool:
+    """Whether nothing but white space follows the content in the rendered turn."""
+    _, found, mark = turn.partition(message.content.strip())
+    return bool(found) and not mark.strip()
 
 
 def _check_prefix(text: str, part: str) -> None:
@@ -359,7 +365,6 @@ def _with_end(
 ) -> tuple[str, list[Span]]:
     """Add the end-of-text token where the template marks the end of the last answer by nothing."""
     end = tokenizer.eos_token
-    bare = text.rstrip().endswith(messages[-1].content.strip())
-    if end is None or not bare or not messages[-1].trained:
+    if end is None or not messages[-1].trained or not _is_bare(text[spans[-1][0] :], messages[-1]):
         return text, spans
     return text + end, [*spans[:-1], (spans[-1][0], len(text + end))]
