@@ -1,0 +1,306 @@
+"""Generate the demo's task: read an order written in plain English, write it as one JSON record.
+
+    in    Hi, Marta Novak here. Please send three oak lamps to Leeds by 4 March. PO 88213.
+    out   {"name":"Marta Novak","item":"oak lamps","qty":3,"city":"Leeds","date":"03-04"}
+
+Everything is invented here, from the word lists and templates below and a seed, so there is no
+licence to ask about. The answer is judged by exact string match, so it has one form only:
+keys in the order of `KEYS`, no spaces between the parts, `qty` a number, `date` as MM-DD.
+`name`, `item` and `city` are copied from the sentence; `qty` and `date` may be spelled out there.
+
+The held-out rows are held out in earnest. No first name, surname, word of an item, city, date or
+kind of distracting detail of theirs occurs in a training row; every second one (the rows with
+odd numbers, counted from 0) is also phrased by a template that no training row uses.
+
+The same arguments give the same bytes everywhere: only `Random.random()` is used, the one
+generator whose sequence Python promises to keep.
+"""
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date, timedelta
+from pathlib import Path
+from random import Random
+
+KEYS = ("name", "item", "qty", "city", "date")
+SYSTEM = "Write the order as JSON."
+HOLD_OUT_EVERY = 4
+"""Each word list gives its every fourth entry to the held-out rows and the rest to training."""
+
+FIRST_NAMES = """
+Marta Tom Priya Lucas Ingrid Omar Chloe Victor Amina Peter Sofia Daniel Leila Hugo Nadia Simon
+Freya Carlos Yuki Martin Grace Ahmed Elena Oscar Ruth Diego Hannah Kofi Alice Marek Zara Julian
+Mei Patrick Fatima Stefan Laura Ravi Emma Bruno Anya Felix Rosa Henry Tara Ivan Clara Samuel Noor
+Gareth Bianca Theo Wanda Kenji Olive Pablo Judith Arjun Lena Callum Sara Emil Joan Tariq Miriam
+Anton Beatrice Rafael Hilda Mustafa Irene Walter Aisha Jonas Carmen Dmitri Helen Luis Maya Eric
+Petra Nikhil Dorothy Matteo Ursula Ibrahim Sylvia George Thandi Lars Monica Hiroshi Edith Andre
+Karin Youssef Megan Pavel Rita Vikram Louise Tobias Ana Dennis Salma Jorge Iris Frank Ewa Malcolm
+Gloria Niels Farah Adrian Josefa Liam Vera Rashid Paula Otto Selma Bernard
+""".split()
+
+SURNAMES = """
+Novak Baker Sharma Moreau Larsen Haddad Martinez Petrov Diallo Walsh Rossi Klein Rahimi Fischer
+Costa Wright Berg Mendez Tanaka Hughes Okafor Khan Popescu Lind Cohen Alvarez Schmidt Mensah
+Turner Kowalski Malik Dubois Chen Murphy Hassan Weber Brown Patel Wilson Ferrari Volkov Wagner
+Gomez Cooper Nolan Horvat Santos Reid Aziz Evans Conti Palmer Nowak Sato Barnes Ortega Fraser
+Gupta Keller Stewart Yilmaz Olsen Dawson Qureshi Bianchi Holm Adeyemi Foster Lopez Jansen Rao
+Sullivan Kaya Meyer Pereira Watson Ito Dahl Greco Bennett Castillo Singh Bauer Lefevre Morgan
+Ali Hansen Vargas Kelly Marino Zhang Hoffman Silva Osei Parker Novotny Reyes Bishop Tran Laurent
+Iqbal Carter Schneider Romano Lindgren Ndlovu Harper Ruiz Sokolov Gray Fontaine Desai Becker
+Molina Shaw Karlsson Baptiste Yamada Griffin
+""".split()
+
+KINDS = """
+oak blue large metal garden cotton plastic kitchen black folding leather office glass small green
+travel wooden wool paper winter red spare round steel bamboo camping white linen heavy school
+yellow silver rubber summer tall hotel grey waxed ceramic pocket
+""".split()
+
+THINGS = (
+    """
+lamps, chairs, mugs, hoses, brushes, bottles, towels, helmets, frames, jackets, boxes, knives,
+blankets, tables, glasses, mats, pots, shelves, plates, cables, belts, bags, clocks, tents, bowls,
+gloves, mirrors, beds, baskets, buckets, shirts, adapters, boards, boots, fans, badges, blinds,
+cards, vests, rugs, cases, trays, ladders, holders, bulbs, stands, shovels, stools, curtains,
+covers, leads, feeders, pillows, jugs, goggles, benches, aprons, candles, ropes, wheels, folders,
+cushions, vases, kettles, rakes, scarves, drawers, signs, trolleys, pans, hooks, markers
+""".replace("\n", " ")
+    .strip()
+    .split(", ")
+)
+
+CITIES = (
+    """
+Leeds, Boston, Dublin, Toronto, Oslo, Madrid, Chicago, Lisbon, Bristol, Cape Town, Vienna, Denver,
+Glasgow, Sydney, Prague, Houston, Milan, Cork, Berlin, Seattle, Lyon, Nairobi, Tokyo, Portland,
+Warsaw, Austin, Geneva, Mumbai, Stockholm, Melbourne, Athens, Dallas, Hamburg, Ottawa, Oxford,
+Zurich, Atlanta, Turin, Cardiff, Accra, Budapest, Phoenix, Bergen, San Diego, Exeter, Delhi,
+Munich, Memphis, Porto, Auckland, Norwich, Tampa, Valencia, Quebec, Derby, Cairo, Helsinki, Omaha,
+Seville, Durban, Plymouth, Miami, Rotterdam, New York, Lima, Bremen, Galway, Tucson, Nice, Osaka,
+Belfast, Calgary, Krakow, Perth, Ghent, Lagos, Naples, Buffalo, Graz, Reno, Swansea, Adelaide,
+Malmo, Santa Fe, Leipzig, Dover, Montreal, Split, Dundee, Tulsa, Basel, Hanoi, Bologna, Aberdeen,
+Detroit, Riga, Coventry, Brisbane, Utrecht, Boise, Granada, Kyoto, Limerick, Salem, Cologne, Tunis,
+Orlando, Brno
+""".replace("\n", " ")
+    .strip()
+    .split(", ")
+)
+
+MONTHS = """
+January February March April May June July August September October November December
+""".split()
+
+NUMBER_WORDS = """
+two three four five six seven eight nine ten eleven twelve
+""".split()
+
+TEMPLATES = (
+    "Hi, {name} here. Please send {qty} {item} to {city} by {date}.",
+    "{name} would like {qty} {item} delivered to {city} on {date}.",
+    "Order for {name}: {qty} {item}, to arrive in {city} on {date}.",
+    "Could you ship {qty} {item} to our {city} office before {date}? Thanks, {name}.",
+    "We need {qty} {item} in {city} by {date}. Contact person is {name}.",
+    "My name is {name} and I want to order {qty} {item} for {date}, delivery to {city}.",
+    "By {date} {name} must have {qty} {item} at the shop in {city}.",
+    "For the {city} branch: {qty} {item}, due {date}, signed for by {name}.",
+    "Please deliver {qty} {item} to {name} in {city} on {date}.",
+    "On {date} we open in {city} and need {qty} {item}. Regards, {name}.",
+    "{name} from {city} just called and wants {qty} {item} by {date}.",
+    "{name} asked for {qty} {item}. Send them to {city}, no later than {date}.",
+    "Hello, this is {name} in {city}. I would like {qty} {item} please, for {date}.",
+    "Can I get {qty} {item} sent to {city}? I need them on {date}. {name}.",
+    "New order, {date}, {city}: {qty} {item} for {name}.",
+    "I am writing to order {qty} {item}. They should reach {city} by {date}. Yours, {name}.",
+    "{qty} {item} to {city} please, {date} at the latest. Best wishes, {name}.",
+    "Deliver to {city} on {date}: {qty} {item}. Customer: {name}.",
+    "Our {city} warehouse is out of stock, so {name} needs {qty} {item} on {date}.",
+    "{name} is moving to {city} and has ordered {qty} {item} for {date}.",
+    "The customer, {name}, expects {qty} {item} on {date} in {city}.",
+    "In {city} they are waiting for {qty} {item}. Ask for {name} when you deliver on {date}.",
+    "Please book {qty} {item} for {name}, to be dropped off in {city} on {date}.",
+    "Just spoke with {name}. It is {qty} {item} for {city}, and {date} works fine.",
+    # The held-out rows with odd numbers use these; `templates` keeps them out of training.
+    "Would {date} be fine for bringing {qty} {item} to {city}? It is for {name}.",
+    "{name} wrote: we are short of {qty} {item} in {city}, please help before {date}.",
+    "Send {name} {qty} {item}. Address is in {city} and the day is {date}.",
+    "Note for the driver: {city}, {date}, {qty} {item}, hand over to {name}.",
+    "As agreed, {qty} {item} go out to {city} for {name} and must be there on {date}.",
+    "Hello team, put {name} down for {qty} {item} on {date}. Destination {city}.",
+)
+N_HELD_OUT_TEMPLATES = 6
+
+# Details that belong to nothing in the record; the model has to leave them out.
+DISTRACTORS = (
+    "PO {number}.",
+    "Last time the parcel went to {city} by mistake.",
+    "The invoice goes to {name}.",
+    "Call 555 {number} if there is a problem.",
+    "We no longer need the {item}.",
+    "The budget is {number} dollars.",
+    "My colleague {name} will pay.",
+    "Please use the back door.",
+    "The last order had {qty} {item} too many.",
+    "Leave it with {name} if nobody is in.",
+)
+
+OPENERS = ("", "", "", "Good morning.", "Hello!", "Quick one:", "Urgent!", "Dear team,")
+TYPOS = {
+    "please": "plese", "deliver": "delivr", "order": "oder", "would": "woud", "need": "ned",
+    "before": "befor", "arrive": "arive", "customer": "custmer", "delivery": "delivry",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a row is about; `json.dumps` of it is the answer."""
+
+    name: str
+    item: str
+    qty: int
+    city: str
+    date: str
+
+    def answer(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class Words:
+    """The word lists that one kind of row may draw from."""
+
+    first_names: Sequence[str]
+    surnames: Sequence[str]
+    kinds: Sequence[str]
+    things: Sequence[str]
+    cities: Sequence[str]
+    dates: Sequence[str]
+    distractors: Sequence[str]
+
+
+def words(held_out: bool) -> Words:
+    """The words of the held-out rows or of the training rows; the two share none."""
+
+    def share(pool: Sequence[str]) -> list[str]:
+        return [word for i, word in enumerate(pool) if (i % HOLD_OUT_EVERY == 0) == held_out]
+
+    pools = (FIRST_NAMES, SURNAMES, KINDS, THINGS, CITIES, list(calendar()), DISTRACTORS)
+    return Words(*(share(pool) for pool in pools))
+
+
+def templates(held_out: bool) -> Sequence[str]:
+    return TEMPLATES[-N_HELD_OUT_TEMPLATES:] if held_out else TEMPLATES[:-N_HELD_OUT_TEMPLATES]
+
+
+def calendar() -> Iterator[str]:
+    """Every day of a leap year as MM-DD."""
+    day = date(2024, 1, 1)
+    while day.year == 2024:
+        yield day.strftime("%m-%d")
+        day += timedelta(days=1)
+
+
+def pick(rng: Random, pool: Sequence[str]) -> str:
+    return pool[int(rng.random() * len(pool))]
+
+
+def make_order(rng: Random, w: Words) -> Order:
+    name = f"{pick(rng, w.first_names)} {pick(rng, w.surnames)}"
+    qty = 2 + int(rng.random() ** 2 * 59)  # small quantities are the common ones
+    item = f"{pick(rng, w.kinds)} {pick(rng, w.things)}"
+    return Order(name, item, qty, pick(rng, w.cities), pick(rng, w.dates))
+
+
+def say_date(rng: Random, month_day: str) -> str:
+    """One of the ways in which people write the date `month_day` (MM-DD)."""
+    month, day = MONTHS[int(month_day[:2]) - 1], int(month_day[3:])
+    nth = f"{day}{ordinal_suffix(day)}"
+    ways = (f"{day} {month}", f"{month} {day}", f"{month} {nth}", f"the {nth} of {month}",
+            f"{day} {month[:3]}", f"{month[:3]} {day}")  # fmt: skip
+    return pick(rng, ways)
+
+
+def ordinal_suffix(n: int) -> str:
+    return "th" if n in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+
+
+def say_qty(rng: Random, qty: int) -> str:
+    """The quantity in digits or, half of the time if it is small, in words."""
+    spelled = qty - 2 < len(NUMBER_WORDS) and rng.random() < 0.5
+    return NUMBER_WORDS[qty - 2] if spelled else str(qty)
+
+
+def fill(rng: Random, template: str, order: Order) -> str:
+    number = str(1000 + int(rng.random() * 9000))
+    return template.format(
+        name=order.name, item=order.item, city=order.city, number=number,
+        qty=say_qty(rng, order.qty), date=say_date(rng, order.date),
+    )  # fmt: skip
+
+
+def add_noise(rng: Random, template: str) -> str:
+    """Misspell one word of a template now and then, as people do; the slots stay as they are."""
+    known = [word for word in TYPOS if re.search(rf"\b{word}\b", template)]
+    if not known or rng.random() < 0.7:
+        return template
+    word = pick(rng, known)
+    return re.sub(rf"\b{word}\b", TYPOS[word], template, count=1)
+
+
+def write_sentence(rng: Random, w: Words, template: str, order: Order) -> str:
+    """The order in English: an opener, the order itself, and up to two details to be ignored."""
+    parts = [pick(rng, OPENERS), fill(rng, add_noise(rng, template), order)]
+    for _ in range(int(rng.random() * 3)):
+        # A distractor never repeats a value of the order itself.
+        parts.append(fill(rng, pick(rng, w.distractors), different_order(rng, w, order)))
+    return " ".join(part for part in parts if part)
+
+
+def different_order(rng: Random, w: Words, order: Order) -> Order:
+    while True:
+        other = make_order(rng, w)
+        if not set(asdict(other).values()) & set(asdict(order).values()):
+            return other
+
+
+def make_rows(n: int, held_out: bool, seed: int) -> list[dict[str, object]]:
+    """`n` different rows in the `messages` format."""
+    rng, w = Random(2 * seed + held_out), words(held_out)
+    sentences: dict[str, Order] = {}
+    while len(sentences) < n:
+        new_phrasing = held_out and len(sentences) % 2 == 1
+        order = make_order(rng, w)
+        sentences[write_sentence(rng, w, pick(rng, templates(new_phrasing)), order)] = order
+    return [to_row(sentence, order) for sentence, order in sentences.items()]
+
+
+def to_row(sentence: str, order: Order) -> dict[str, object]:
+    roles = {"system": SYSTEM, "user": sentence, "assistant": order.answer()}
+    return {"messages": [{"role": role, "content": text} for role, text in roles.items()]}
+
+
+def write_jsonl(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """Write to a neighbouring file first, so that `path` is either whole or untouched."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_bytes(text.encode())
+    unfinished.replace(path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
+    parser.add_argument("--train", type=int, default=600, help="number of training rows")
+    parser.add_argument("--eval", type=int, default=64, help="number of held-out rows")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    write_jsonl(args.out / "train.jsonl", make_rows(args.train, False, args.seed))
+    write_jsonl(args.out / "eval.jsonl", make_rows(args.eval, True, args.seed))
+
+
+if __name__ == "__main__":
+    main()
