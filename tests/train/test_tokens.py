@@ -241,7 +241,7 @@ def test_what_the_template_refuses() -> None:
         encode([good, bad], tokenizer, config())
     found = encode([good, bad], tokenizer, config(skip_bad_rows=True))
     assert (len(found.dataset), found.n_refused) == (1, 1)
-    with pytest.raises(HirankError, match="refuses all 1 examples"):
+    with pytest.raises(HirankError, match="None of the 1 examples fits .* a.jsonl:1: the chat"):
         encode([bad], tokenizer, config(skip_bad_rows=True))
 
 

@@ -88,14 +88,15 @@ def encode(
     """
     kept: list[Tokens] = []
     lengths: list[int] = []
-    refused = truncated = 0
+    refused: list[str] = []
+    truncated = 0
     for example in examples:
         try:
             tokens = _tokens(example, tokenizer, cfg.train_on_prompt)
         except _Refused as reason:
+            refused.append(f"{example.source}: {reason}")
             if not cfg.skip_bad_rows:
-                raise HirankError(f"{example.source}: {reason}") from reason
-            refused += 1
+                raise HirankError(refused[0]) from reason
             continue
         lengths.append(len(tokens.input_ids))
         fitted = _fit(tokens, example.source, cfg)
@@ -103,7 +104,7 @@ def encode(
             kept.append(fitted)
             truncated += lengths[-1] > cfg.max_length
     if not kept:
-        raise HirankError(_nothing_left(len(examples), refused, lengths, cfg))
+        raise HirankError(_nothing_left(refused, lengths, cfg))
     packed = cfg.packing if packing is None else packing
     return Encoded(
         dataset=_dataset(kept, cfg.max_length if packed else None),
@@ -111,7 +112,7 @@ def encode(
         n_trained=sum(tokens.trained for tokens in kept),
         n_dropped=len(lengths) - len(kept),
         n_truncated=truncated,
-        n_refused=refused,
+        n_refused=len(refused),
         packed=packed,
     )
 
@@ -159,11 +160,11 @@ def _fit(tokens: Tokens, source: str, cfg: DataConfig) -> Tokens | None:
     return cut if cut.trained else None  # a prompt alone teaches nothing
 
 
-def _nothing_left(count: int, refused: int, lengths: list[int], cfg: DataConfig) -> str:
-    if not count:
+def _nothing_left(refused: list[str], lengths: list[int], cfg: DataConfig) -> str:
+    if not lengths and not refused:
         return "There are no examples to encode; check data.train and data.eval."
-    if refused == count:
-        return f"The chat template refuses all {count} examples; use another model or data."
+    if not lengths:
+        return f"None of the {len(refused)} examples fits the tokenizer; the first is {refused[0]}"
     return (
         f"All {len(lengths)} examples are longer than data.max_length={cfg.max_length} tokens "
         f"(the shortest has {min(lengths)}); raise data.max_length."
