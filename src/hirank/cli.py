@@ -5,9 +5,11 @@ Exit codes: 0 done, 2 bad input (one sentence), 130 interrupted, 1 anything else
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
@@ -24,18 +26,29 @@ app = typer.Typer(
 )
 
 BAD_INPUT, INTERRUPTED = 2, 130
+Args = ParamSpec("Args")
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    try:
-        app()
-    except HirankError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(BAD_INPUT) from None
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+    app()
+
+
+def told(command: Callable[Args, None]) -> Callable[Args, None]:
+    """Bad input and interruption end a command with a sentence and their exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Args.args, **kwargs: Args.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except HirankError as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(BAD_INPUT) from None
+        except KeyboardInterrupt:
+            print("Interrupted; what was saved before is whole.", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return run
 
 
 Config = Annotated[
@@ -58,6 +71,7 @@ DryRun = Annotated[
 
 
 @app.command()
+@told
 def train(
     config: Config = None,
     set_: Set = None,
@@ -99,23 +113,24 @@ def _console() -> Any:
 def _show_plan(settings: Any, resume: Path | None, console: Any) -> None:
     from hirank.train.config import dump_config, resolved
     from hirank.train.prepare import prepare
-    from hirank.train.quiet import quiet
+    from hirank.train.quiet import quiet, say
 
     settings = resolved(settings)
     with quiet(console):
         prepared = prepare(settings, console, resume)
-    console.print(dump_config(settings), markup=False, highlight=False)
+    say(console, dump_config(settings))
     held_out = len(prepared.eval_set.dataset) if prepared.eval_set else 0
-    console.print(
+    say(
+        console,
         f"{len(prepared.train_set.dataset):,} rows to train on, {held_out:,} held out, "
         f"{prepared.train_set.n_tokens:,} tokens, {prepared.trainable:,} parameters, "
         f"{prepared.steps:,} steps. Nothing was written.",
-        markup=False,
-        highlight=False,
     )
 
 
 def _show_result(result: RunResult, console: Any) -> None:
+    from hirank.train.quiet import say
+
     lines = [f"{result.status.capitalize()} at step {result.step}."]
     lines += [
         f"{title}: {result.before[key]:.4g} before, {result.after[key]:.4g} after"
@@ -129,10 +144,11 @@ def _show_result(result: RunResult, console: Any) -> None:
         lines.append(f"Try it:  hirank chat {result.run_dir}")
     lines.append(f"Report:  {result.report}")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 @app.command()
+@told
 def chat(
     where: Annotated[
         Path, typer.Argument(metavar="RUN_OR_ADAPTER", help="A run, an adapter or a model folder.")

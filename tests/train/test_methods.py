@@ -90,7 +90,7 @@ def test_d58_a_pattern_that_matches_nothing_is_named(setting, accelerate):
     with pytest.warns(UserWarning, match=rf"method.{setting}: 'layers.9.q_proj'") as told:
         check(meta_llama(), config)
         apply(tiny_llama(), config)
-    assert len(told) == 1
+    assert len([w for w in told if "layers.9.q_proj" in str(w.message)]) == 1
 
 
 def test_patterns_that_match_are_silent():

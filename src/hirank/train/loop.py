@@ -22,7 +22,7 @@ from hirank.train.files import write_text
 from hirank.train.interrupt import Interrupt
 from hirank.train.optim import interval, trainer_settings
 from hirank.train.prepare import Prepared, prepare
-from hirank.train.quiet import quiet
+from hirank.train.quiet import quiet, say
 from hirank.train.run import claim_run_dir, cleared_on_failure, versions
 from hirank.train.runlog import RunLog, read_log
 
@@ -59,7 +59,7 @@ def train(config: TrainConfig, *, console: Console, resume: Path | None = None) 
     twice, or before there is anything to save.
     """
     config = resolved(config)
-    notice = lambda: console.print(STOPPING)  # noqa: E731
+    notice = lambda: say(console, STOPPING)  # noqa: E731
     with quiet(console), Interrupt(notice) as interrupt:
         prepared = prepare(config, console, resume)
         run_dir = checkpoint.run_of(resume) if resume else claim_run_dir(config.run)
@@ -138,13 +138,17 @@ class _Run:
 
         prepared, config = self.prepared, self.config
         facts = {"config": config.model_dump(mode="json"), "data": prepared.fingerprint}
-        collator = collator_for(applied.model, prepared.tokenizer, packing=config.data.packing)
+        collators = [
+            collator_for(applied.model, prepared.tokenizer, packing=packing)
+            for packing in (config.data.packing, False)
+        ]
         return Trainer(
             folder=Folder(self.run_dir, self.best, config.run.keep, facts, log),
             exam=self._exam(),
             model=applied.model,
             args=training_args(self._settings()),
-            data_collator=collator,
+            data_collator=collators[0],
+            eval_collator=collators[1],
             train_dataset=prepared.train_set.dataset,
             eval_dataset=prepared.eval_set.dataset if prepared.eval_set else None,
             processing_class=prepared.tokenizer,
@@ -238,7 +242,7 @@ class _Run:
         )
 
     def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        say(self.console, text)
 
 
 def _placed(config: TrainConfig, run_dir: Path) -> TrainConfig:

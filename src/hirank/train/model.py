@@ -137,9 +137,10 @@ class _Readable:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, OSError | ValueError | KeyError | ImportError):
-            return
-        if isinstance(error, HirankError):
+        from safetensors import SafetensorError
+
+        kinds = OSError | ValueError | KeyError | ImportError | SafetensorError
+        if isinstance(error, HirankError) or not isinstance(error, kinds):
             return
         where = "the folder" if self.local else "the Hugging Face Hub; there is no such folder here"
         hint = "" if self.local else _similar(Path(self.name))

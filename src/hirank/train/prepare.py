@@ -18,6 +18,7 @@ from hirank.train import methods, model
 from hirank.train.checkpoint import Checkpoint, open_checkpoint
 from hirank.train.evaluate import Question, need_questions, questions
 from hirank.train.optim import planned_steps
+from hirank.train.quiet import say
 from hirank.train.run import check_run_dir
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def prepare(config: TrainConfig, console: Console, resume: Path | None = None) -
     model.locate(config.model.name)
     model.pick_device(config.model)
     examples = load_examples(config.data)
-    console.print(str(examples.counts), markup=False, highlight=False)
+    say(console, str(examples.counts))
     tokenizer = model.load_tokenizer(config.model)
     train_set, eval_set = _encode(config, examples, tokenizer)
     for part in (train_set, eval_set):
@@ -106,7 +107,7 @@ def _tell_left_out(part: Encoded | None, config: TrainConfig, console: Console) 
     }
     for what, count in counts.items():
         if count:
-            console.print(f"{count} rows {what}", style="yellow", markup=False, highlight=False)
+            say(console, f"{count} rows {what}", "yellow")
 
 
 def _questions(
@@ -137,7 +138,11 @@ def _resume_point(config: TrainConfig, resume: Path) -> Checkpoint:
 
 def changed_settings(before: dict[str, Any], config: TrainConfig) -> list[str]:
     """Settings that differ and matter: where to write, how to measure and how long do not."""
-    free: dict[str, set[str]] = {"optim": {"epochs", "max_steps"}, "model": {"device"}}
+    free: dict[str, set[str]] = {
+        "optim": {"epochs", "max_steps"},
+        "model": {"device"},
+        "data": {"train", "eval", "eval_limit"},  # the rows learnt are compared by content
+    }
     return [
         f"{part}.{key} was {before.get(part, {}).get(key)!r} and is now {value!r}"
         for part, settings in config.model_dump(mode="json").items()

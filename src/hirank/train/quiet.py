@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """A line as it is: no markup, no guessed colours, no added line breaks."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 CHATTY = ("accelerate", "datasets", "huggingface_hub", "peft", "torch", "transformers", "trl")
 
 
@@ -24,9 +30,7 @@ def quiet(console: Console) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"hirank(\.|$)")
-        warnings.showwarning = lambda message, *rest: console.print(
-            f"Warning: {message}", style="yellow", markup=False, highlight=False
-        )
+        warnings.showwarning = lambda text, *rest: say(console, f"Warning: {text}", "yellow")
         _without_bars()
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)

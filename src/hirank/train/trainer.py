@@ -89,10 +89,13 @@ class Trainer(SFTTrainer):
     processing_class: Any
     eval_dataset: Any
 
-    def __init__(self, *, folder: Folder, exam: Exam, **kwargs: Any) -> None:
+    def __init__(
+        self, *, folder: Folder, exam: Exam, eval_collator: Callable[..., Any], **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.folder = folder
         self.exam = exam
+        self.eval_collator = eval_collator
         self.remove_callback(PrinterCallback)
 
     def answers(self, count: int) -> list[str]:
@@ -106,6 +109,20 @@ class Trainer(SFTTrainer):
         """Take weights and state from the checkpoint of a run whose last step is done."""
         self._load_from_checkpoint(path)
         self.state = TrainerState.load_from_json(f"{path}/trainer_state.json")
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count real tokens; packed rows come without a mask and have hardly any padding."""
+        mask = inputs.get("attention_mask")
+        count = inputs["input_ids"].numel() if mask is None else int(mask.sum())
+        self.state.num_input_tokens_seen += count
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Held-out rows are not packed, even where the training rows are."""
+        train_collator, self.data_collator = self.data_collator, self.eval_collator
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = train_collator
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """The mean loss of all scored tokens, and exact match where it is due."""
