@@ -82,6 +82,7 @@ class NormCache:
     def __reduce__(self) -> tuple[type["NormCache"], tuple[()]]:
         return NormCache, ()
 
+    @torch.inference_mode(False)  # what is kept must serve training as well
     @torch.no_grad()
     def norm(
         self,

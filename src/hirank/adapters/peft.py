@@ -17,7 +17,6 @@ from peft.tuners.lora import model as peft_model
 from peft.tuners.lora import variants as peft_variants
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
-from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
 from hirank.adapters.explain import Explanation, Route, Row
@@ -266,18 +265,6 @@ def _convert(layer: Any) -> None:
             _fresh_magnitude(layer, name)
 
 
-def _warn_unmatched_patterns(model: nn.Module, names: list[str]) -> None:
-    for config in getattr(model, "peft_config", {}).values():
-        for field in ("rank_pattern", "alpha_pattern"):
-            for key in getattr(config, field, None) or {}:
-                if not any(get_pattern_key([key], name) == key for name in names):
-                    warnings.warn(
-                        f"{field} has the key {key!r}, which matches no adapted layer: it has no "
-                        "effect.",
-                        stacklevel=3,
-                    )
-
-
 def accelerate(model: Model) -> Model:
     """Convert the LoRA and DoRA layers of a PEFT model to hirank's, in place.
 
@@ -305,7 +292,6 @@ def accelerate(model: Model) -> Model:
         )
     for layer in layers.values():
         _convert(layer)
-    _warn_unmatched_patterns(model, [name.removeprefix("base_model.model.") for name in layers])
     return model
 
 

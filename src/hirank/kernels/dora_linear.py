@@ -233,10 +233,13 @@ def _check(x: Tensor, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> None:
 
 def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """What a linear layer would compute in: autocast's dtype if it is on, else the weight's."""
-    kind = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    if x.dtype != torch.float64 and _autocast(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
     return weight.dtype
+
+
+def _autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def dora_linear(
@@ -271,7 +274,7 @@ def dora_linear(
         raise ValueError(
             "dora_linear got only one of magnitude and norm: pass both for DoRA, none for LoRA."
         )
-    if torch.is_autocast_enabled(x.device.type):
+    if _autocast(x.device.type):
         dtype = compute_dtype(x, weight)
         x, weight = x.to(dtype), weight.to(dtype)
     if bias is not None:
