@@ -24,8 +24,10 @@ $(STAMP): pyproject.toml constraints.txt scripts/install.py
 	$(PYTHON) scripts/install.py --venv $(VENV)
 	@touch $@
 
-demo: $(STAMP)      ## fine-tune SmolLM2-135M with DoRA and print what it learnt
-	$(BIN)/python examples/demo/run.py
+demo: $(STAMP)      ## fine-tune SmolLM2-135M (or MODEL=folder or Hub name) and see what it learnt
+	$(if $(MODEL),,$(BIN)/python examples/demo/prepare_model.py)
+	$(BIN)/python examples/demo/make_data.py --out .cache/demo
+	$(BIN)/hirank train examples/demo/config.yaml $(if $(MODEL),--set model.name=$(MODEL))
 
 test: lint          ## style, types and every test that needs no GPU
 	$(BIN)/python -m pytest -q -n $(JOBS)
@@ -45,7 +47,7 @@ gpu-test: $(STAMP)  ## the tests marked gpu, on a machine that has one
 	$(BIN)/python -m pytest -q -m gpu
 
 bench: $(STAMP)     ## a training step timed: PEFT LoRA, PEFT DoRA, hirank DoRA
-	$(BIN)/python -m benchmarks
+	$(BIN)/python benchmarks/bench_train_step.py
 
 clean:              ## remove what was installed and cached; runs/ stays
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache build dist
