@@ -2,22 +2,21 @@
 
     y = g (x W^T + s (x A^T) B^T) + b        g = m / norm, see `dora_norm.dora_gain`
 
-LoRA is the same without g. Written out, with v = x W^T + s h B^T and h = x A^T:
+LoRA is the same without g. Written out, with v = x W^T + s (x A^T) B^T:
 
-    forward     u = v + b   (the bias rides in the base GEMM, the low-rank product is added to it)
-                y = g u + (1 - g) b                 exactly u at g = 1: identity at initialisation
-    backward    t  = g dy
-                dx = t W + s (t B) A                second product accumulated into the first
-                dA = s (t B)^T x
-                dB = s t^T h
-                dm = colsum(dy v) / norm = colsum(dy (y - b)) / m
-                db = colsum(dy)
+    forward     h  = x (s A)^T
+                u  = x W^T + b, then += h B^T       added inside the GEMM
+                y  = g u + (1 - g) b                one pass, see `gain_pass`
+    backward    t  = g dy,  dm = colsum(dy v)/norm  one pass, see `gain_pass`
+                tB = t (s B)
+                dx = t W, then += tB A              added inside the GEMM
+                dA = tB^T x,  dB = t^T h,  db = colsum(dy)
 
-dm needs nothing beyond the output, which the layer above mostly keeps anyway. Where |g| is so
-small that y no longer holds v (m = 0 above all), those columns of v are computed again.
+The scale rides on the casts of A and B, so no product needs a pass of its own. dm is read off the
+output, which the layer above mostly keeps anyway: nothing out-sized is saved but y.
 
 Shapes     x [M, K]; weight [N, K]; lora_A [R, K]; lora_B [N, R]; magnitude, norm, bias [N];
-           h [M, R]; y [M, N].   M tokens, K in features, N out features, R rank.
+           h [M, R]; tB [M, R]; y [M, N].   M tokens, K in features, N out features, R rank.
 Precision  x and weight share the compute dtype; A and B are cast to it; magnitude and norm are
            fp32 and so are g and the sums of dm. GEMMs round to the compute dtype, the gain pass
            widens and rounds once.
@@ -25,6 +24,7 @@ Saves      x and h, as LoRA does, and (for dm) the output y; the weights by refe
 Paper      DoRA, arXiv 2402.09353, eq. 5; section 4.3: the norm is a constant for autograd.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +32,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hirank.kernels.dora_norm import dora_gain
+from hirank.kernels.gain_pass import (
+    gain_backward,
+    gain_backward_ref,
+    gain_forward_,
+    gain_forward_ref_,
+)
 
-__all__ = ["DoraLinearGrads", "dora_linear", "dora_linear_bwd_ref", "dora_linear_fwd_ref"]
+__all__ = ["BACKENDS", "DoraLinearGrads", "compute_dtype", "dora_linear"]
+__all__ += ["dora_linear_bwd_ref", "dora_linear_fwd_ref"]
 
-_UNREADABLE = 2.0**-10  # |g| below which y has rounded away what v was
+BACKENDS = ("auto", "triton", "torch")
 
 
 class DoraLinearGrads(NamedTuple):
@@ -48,13 +55,33 @@ class DoraLinearGrads(NamedTuple):
     bias: Tensor | None  # [N]
 
 
-def _apply_gain(u: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-    """g u + (1 - g) b in the gain's precision; overwrites u."""
-    if bias is None:
-        return u.mul_(gain)
-    if u.dtype == gain.dtype:
-        return u.mul_(gain).add_((1 - gain) * bias)
-    return u.copy_(torch.addcmul((1 - gain) * bias, u, gain))
+class GainPass(NamedTuple):
+    """The elementwise pass of one backend: forward in place, backward."""
+
+    forward_: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+REFERENCE = GainPass(gain_forward_ref_, gain_backward_ref)
+FUSED = GainPass(gain_forward_, gain_backward)  # Triton on CUDA, the reference elsewhere
+
+
+def _scaled(factor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """scale * factor in `dtype`: one pass, one rounding."""
+    if scale == 1:
+        return factor.to(dtype)
+    if factor.dtype == dtype or torch.compiler.is_compiling():
+        return (factor * scale).to(dtype)
+    return torch.mul(factor, scale, out=torch.empty_like(factor, dtype=dtype))
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b straight in `dtype`, where the device can."""
+    if a.dtype == dtype:
+        return a @ b
+    if a.is_cuda and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
 
 
 def dora_linear_fwd_ref(
@@ -66,45 +93,15 @@ def dora_linear_fwd_ref(
     norm: Tensor | None,
     bias: Tensor | None,
     scale: float,
+    gain_pass: GainPass = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
-    """y [M, N] and h = x A^T [M, R]. Without magnitude: plain LoRA."""
-    h = x @ lora_A.to(x.dtype).T
+    """y [M, N] and h = s x A^T [M, R]. Without magnitude: plain LoRA."""
+    h = x @ _scaled(lora_A, scale, x.dtype).T
     u = F.linear(x, weight, bias)
-    u.addmm_(h, lora_B.to(x.dtype).T, alpha=scale)
-    if magnitude is None or norm is None:
-        return u, h
-    return _apply_gain(u, dora_gain(magnitude, norm), bias), h
-
-
-def _branch_sum(
-    x: Tensor, h: Tensor, weight: Tensor, lora_B: Tensor, scale: float, rows: Tensor
-) -> Tensor:
-    """v of some out features only. [M, len(rows)]"""
-    return torch.addmm(x @ weight[rows].T, h, lora_B[rows].to(x.dtype).T, alpha=scale)
-
-
-def _magnitude_grad(
-    dy: Tensor,
-    y: Tensor | None,
-    gain: Tensor,
-    norm: Tensor,
-    bias: Tensor | None,
-    again: Any,
-) -> Tensor:
-    """colsum(dy v) / norm, reading v off y where y still tells it. [N]"""
-    alive = norm > 0
-    safe_norm = torch.where(alive, norm, 1)
-    if y is None:
-        v = again(torch.arange(dy.shape[1], device=dy.device))
-        return torch.where(alive, (dy * v.to(gain.dtype)).sum(0) / safe_norm, 0)
-    readable = gain.abs() >= _UNREADABLE
-    widened = y if y.dtype == gain.dtype else y.to(gain.dtype)
-    told = dy * (widened if bias is None else widened - bias)
-    out = told.sum(0) / torch.where(readable, gain, 1) / safe_norm
-    rows = (alive & ~readable).nonzero().squeeze(1)
-    if rows.numel():
-        out[rows] = (dy[:, rows] * again(rows).to(gain.dtype)).sum(0) / norm[rows]
-    return torch.where(alive, out, 0)
+    u.addmm_(h, lora_B.to(x.dtype).T)
+    if magnitude is not None and norm is not None:
+        gain_pass.forward_(u, magnitude, norm, bias)
+    return u, h
 
 
 def dora_linear_bwd_ref(
@@ -120,27 +117,28 @@ def dora_linear_bwd_ref(
     bias: Tensor | None,
     scale: float,
     needs: tuple[bool, bool, bool, bool, bool] = (True, True, True, True, True),
+    gain_pass: GainPass = REFERENCE,
 ) -> DoraLinearGrads:
     """Hand-written backward. `needs` says which of x, A, B, magnitude, bias want a gradient.
 
     `y` is the forward's output; None (it was overwritten) computes v again.
     """
     need_x, need_A, need_B, need_m, need_b = needs
-    A, B = lora_A.to(dy.dtype), lora_B.to(dy.dtype)
     t, dm = dy, None
     if magnitude is not None and norm is not None:
-        gain = dora_gain(magnitude, norm)
-        t = (dy * gain).to(dy.dtype)
-        if need_m:
-            dm = _magnitude_grad(
-                dy, y, gain, norm, bias, lambda rows: _branch_sum(x, h, weight, B, scale, rows)
-            ).to(magnitude.dtype)
-    tB = t @ B if need_x or need_A else None  # [M, R]
-    dx = torch.mm(t, weight).addmm_(tB, A, alpha=scale) if need_x and tB is not None else None
-    dA = (tB.T @ x).mul_(scale).to(lora_A.dtype) if need_A and tB is not None else None
-    dB = (t.T @ h).mul_(scale).to(lora_B.dtype) if need_B else None
+        t, dm = gain_pass.backward(
+            dy, y, magnitude, norm, bias, x, h, weight, lora_B, need_m
+        )  # fmt: skip
+    dx = dA = None
+    if need_x or need_A:
+        tB = t @ _scaled(lora_B, scale, t.dtype)  # [M, R]
+        if need_x:
+            dx = torch.mm(t, weight).addmm_(tB, lora_A.to(t.dtype))
+        if need_A:
+            dA = _product(tB.T, x, lora_A.dtype)
+    dB = _product(t.T, h, lora_B.dtype) if need_B else None
     db = dy.sum(0) if need_b and bias is not None else None
-    return DoraLinearGrads(dx, dA, dB, dm, db)
+    return DoraLinearGrads(dx, dA, dB, dm if need_m else None, db)
 
 
 def _plain(
@@ -181,13 +179,16 @@ class _DoraLinear(torch.autograd.Function):
         weight: Tensor,
         norm: Tensor | None,
         scale: float,
+        gain_pass: GainPass,
     ) -> Tensor:
-        y, h = dora_linear_fwd_ref(x, weight, lora_A, lora_B, magnitude, norm, bias, scale)
+        y, h = dora_linear_fwd_ref(
+            x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass
+        )
         wants_dm = magnitude is not None and ctx.needs_input_grad[3]
         ctx.save_for_backward(
             x, lora_A, lora_B, magnitude, bias, weight, norm, h, y if wants_dm else None
         )
-        ctx.scale = scale
+        ctx.scale, ctx.gain_pass = scale, gain_pass
         return y
 
     @staticmethod
@@ -196,12 +197,12 @@ class _DoraLinear(torch.autograd.Function):
         assert x is not None and lora_A is not None and lora_B is not None
         assert weight is not None and h is not None
         if torch.is_grad_enabled():  # double backward: rare, so by autograd on the plain formula
-            return *_differentiable_grads(ctx, dys[0]), None, None, None
+            return *_differentiable_grads(ctx, dys[0]), None, None, None, None
         grads = dora_linear_bwd_ref(
             dys[0], x, h, y, weight, lora_A, lora_B, magnitude, norm, bias, ctx.scale,
-            needs=ctx.needs_input_grad[:5],
+            needs=ctx.needs_input_grad[:5], gain_pass=ctx.gain_pass,
         )  # fmt: skip
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def _differentiable_grads(ctx: Any, dy: Tensor) -> list[Tensor | None]:
@@ -252,6 +253,7 @@ def dora_linear(
     magnitude: Tensor | None = None,
     norm: Tensor | None = None,
     bias: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """y = g (x W^T + s (x A^T) B^T) + b, with gradients for x, A, B, magnitude and bias.
 
@@ -263,6 +265,8 @@ def dora_linear(
         magnitude, norm: [N] fp32 (fp64 for fp64), both or neither; neither means LoRA. The norm
             comes from `dora_norm` and is a constant for autograd.
         bias: [N], or None.
+        backend: "torch" for the plain reference; "auto" and "triton" run the Triton kernels on
+            CUDA tensors of half or single precision, and the reference elsewhere.
 
     Returns:
         [..., N] in the compute dtype.
@@ -282,6 +286,7 @@ def dora_linear(
     _check(x, weight, lora_A, lora_B)
     lead = x.shape[:-1]
     y: Tensor = _DoraLinear.apply(  # type: ignore[no-untyped-call]
-        x.reshape(-1, x.shape[-1]), lora_A, lora_B, magnitude, bias, weight, norm, scale
-    )
+        x.reshape(-1, x.shape[-1]), lora_A, lora_B, magnitude, bias, weight, norm, scale,
+        REFERENCE if backend == "torch" else FUSED,
+    )  # fmt: skip
     return y.view(*lead, weight.shape[0])

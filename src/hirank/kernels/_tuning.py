@@ -1,0 +1,25 @@
+"""Block sizes, in one place, with the GPU they were measured on."""
+
+from dataclasses import dataclass
+
+__all__ = ["ELEMENTWISE", "Elementwise"]
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """Tile of a pass over [M, N], and how many programs a reduction over M is split into."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    programs: int
+    """Programs to aim for: a few for every multiprocessor."""
+
+    def rows(self, M: int, columns: int) -> int:
+        """Rows of one program, a multiple of the tile, so that about `programs` cover M."""
+        parts = max(1, self.programs // max(1, columns))
+        rows = -(-M // parts)
+        return -(-rows // self.block_m) * self.block_m
+
+
+ELEMENTWISE = Elementwise(block_m=16, block_n=256, num_warps=8, programs=132 * 8)
