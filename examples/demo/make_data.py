@@ -1,7 +1,7 @@
 """Generate the demo's task: read an order written in plain English, write it as one JSON record.
 
-    in    Hi, Marta Novak here. Please send three oak lamps to Leeds by 4 March. PO 88213.
-    out   {"name":"Marta Novak","item":"oak lamps","qty":3,"city":"Leeds","date":"03-04"}
+    in    Hi, Maria Novak here. Please send three red lamps to Boston by 4 March. PO 88213.
+    out   {"name":"Maria Novak","item":"red lamps","qty":3,"city":"Boston","date":"03-04"}
 
 Everything is invented here, from the word lists and templates below and a seed, so there is no
 licence to ask about. The answer is judged by exact string match, so it has one form only:
@@ -31,15 +31,20 @@ SYSTEM = "Write the order as JSON."
 HOLD_OUT_EVERY = 4
 """Each word list gives its every fourth entry to the held-out rows and the rest to training."""
 
+
+def entries(text: str) -> list[str]:
+    return [" ".join(entry.split()) for entry in text.split(",")]
+
+
+# First names, kinds and cities begin with a common word. A tokenizer spells a word that follows a
+# quotation mark otherwise than after a space; rare words would test spelling instead of reading.
+
 FIRST_NAMES = """
-Marta Tom Priya Lucas Ingrid Omar Chloe Victor Amina Peter Sofia Daniel Leila Hugo Nadia Simon
-Freya Carlos Yuki Martin Grace Ahmed Elena Oscar Ruth Diego Hannah Kofi Alice Marek Zara Julian
-Mei Patrick Fatima Stefan Laura Ravi Emma Bruno Anya Felix Rosa Henry Tara Ivan Clara Samuel Noor
-Gareth Bianca Theo Wanda Kenji Olive Pablo Judith Arjun Lena Callum Sara Emil Joan Tariq Miriam
-Anton Beatrice Rafael Hilda Mustafa Irene Walter Aisha Jonas Carmen Dmitri Helen Luis Maya Eric
-Petra Nikhil Dorothy Matteo Ursula Ibrahim Sylvia George Thandi Lars Monica Hiroshi Edith Andre
-Karin Youssef Megan Pavel Rita Vikram Louise Tobias Ana Dennis Salma Jorge Iris Frank Ewa Malcolm
-Gloria Niels Farah Adrian Josefa Liam Vera Rashid Paula Otto Selma Bernard
+James Mary Robert Anna Michael Sarah William Emily David Maria Richard Elizabeth Joseph Alice
+Thomas Jane Charles Rose Daniel Lily Matthew Kim Mark Donald Paul Andrew Anne George Marie Edward
+Jacob Maya Stephen Jean Scott Samuel Alexander Frank Jack Adam Henry Peter Max Alex Sam Ben Tom Tim
+Jim Bob Bill Dan Ken Don Ray Carl John Ali Arthur Simon Martin Victor Louis Neil Jeff Greg Chris
+Matt Nick Pat Fred Jamie Grant Lee Ross Taylor Earl Christian Michel Luke Stan Rob Ann
 """.split()
 
 SURNAMES = """
@@ -49,46 +54,38 @@ Turner Kowalski Malik Dubois Chen Murphy Hassan Weber Brown Patel Wilson Ferrari
 Gomez Cooper Nolan Horvat Santos Reid Aziz Evans Conti Palmer Nowak Sato Barnes Ortega Fraser
 Gupta Keller Stewart Yilmaz Olsen Dawson Qureshi Bianchi Holm Adeyemi Foster Lopez Jansen Rao
 Sullivan Kaya Meyer Pereira Watson Ito Dahl Greco Bennett Castillo Singh Bauer Lefevre Morgan
-Ali Hansen Vargas Kelly Marino Zhang Hoffman Silva Osei Parker Novotny Reyes Bishop Tran Laurent
+Amiri Hansen Vargas Kelly Marino Zhang Hoffman Silva Osei Parker Novotny Reyes Bishop Tran Laurent
 Iqbal Carter Schneider Romano Lindgren Ndlovu Harper Ruiz Sokolov Gray Fontaine Desai Becker
 Molina Shaw Karlsson Baptiste Yamada Griffin
 """.split()
 
 KINDS = """
-oak blue large metal garden cotton plastic kitchen black folding leather office glass small green
-travel wooden wool paper winter red spare round steel bamboo camping white linen heavy school
-yellow silver rubber summer tall hotel grey waxed ceramic pocket
+blue large metal plastic black office glass small green travel paper winter red round white heavy
+school yellow summer tall grey gold brown orange purple dark light soft hard old new big long short
+wide thick thin flat square double plain classic modern standard special strong home baby water
+wind solar electric wood wire iron table wall door window bath boat forest music art safety party
+spring night canvas clay
 """.split()
 
-THINGS = (
-    """
+THINGS = entries("""
 lamps, chairs, mugs, hoses, brushes, bottles, towels, helmets, frames, jackets, boxes, knives,
 blankets, tables, glasses, mats, pots, shelves, plates, cables, belts, bags, clocks, tents, bowls,
 gloves, mirrors, beds, baskets, buckets, shirts, adapters, boards, boots, fans, badges, blinds,
 cards, vests, rugs, cases, trays, ladders, holders, bulbs, stands, shovels, stools, curtains,
 covers, leads, feeders, pillows, jugs, goggles, benches, aprons, candles, ropes, wheels, folders,
 cushions, vases, kettles, rakes, scarves, drawers, signs, trolleys, pans, hooks, markers
-""".replace("\n", " ")
-    .strip()
-    .split(", ")
-)
+""")
 
-CITIES = (
-    """
-Leeds, Boston, Dublin, Toronto, Oslo, Madrid, Chicago, Lisbon, Bristol, Cape Town, Vienna, Denver,
-Glasgow, Sydney, Prague, Houston, Milan, Cork, Berlin, Seattle, Lyon, Nairobi, Tokyo, Portland,
-Warsaw, Austin, Geneva, Mumbai, Stockholm, Melbourne, Athens, Dallas, Hamburg, Ottawa, Oxford,
-Zurich, Atlanta, Turin, Cardiff, Accra, Budapest, Phoenix, Bergen, San Diego, Exeter, Delhi,
-Munich, Memphis, Porto, Auckland, Norwich, Tampa, Valencia, Quebec, Derby, Cairo, Helsinki, Omaha,
-Seville, Durban, Plymouth, Miami, Rotterdam, New York, Lima, Bremen, Galway, Tucson, Nice, Osaka,
-Belfast, Calgary, Krakow, Perth, Ghent, Lagos, Naples, Buffalo, Graz, Reno, Swansea, Adelaide,
-Malmo, Santa Fe, Leipzig, Dover, Montreal, Split, Dundee, Tulsa, Basel, Hanoi, Bologna, Aberdeen,
-Detroit, Riga, Coventry, Brisbane, Utrecht, Boise, Granada, Kyoto, Limerick, Salem, Cologne, Tunis,
-Orlando, Brno
-""".replace("\n", " ")
-    .strip()
-    .split(", ")
-)
+CITIES = entries("""
+London, Paris, New York, Boston, Oxford, San Diego, Chicago, Rome, Cambridge, New Delhi,
+Los Angeles, Fort Worth, Washington, Green Bay, Tel Aviv, El Paso, New Orleans, San Jose,
+Grand Rapids, Lincoln, Little Rock, Long Beach, San Francisco, Salt Lake City, Jackson, Red Deer,
+St Louis, Madison, San Antonio, White Plains, Port Louis, Great Falls, St Andrews, Park City,
+Lake Placid, Newton, Ann Arbor, Reading, Des Moines, Rock Hill, Hot Springs, Split, Stone Mountain,
+High Wycombe, Fall River, High Point, Forest Hills, Union City, Iron Mountain, Bay City,
+College Station, Round Rock, Battle Creek, Central City, Gold Coast, Port Arthur, Wood Green,
+Big Bear, Great Barrington, Rock Springs
+""")
 
 MONTHS = """
 January February March April May June July August September October November December
