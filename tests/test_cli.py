@@ -105,6 +105,16 @@ def test_train_says_what_came_of_it(done):
     assert (run_dir / "report.html").is_file()
 
 
+def test_a_terminal_sees_only_our_words(config):
+    words = [sys.executable, "-m", "hirank", "train", str(config(optim={"max_steps": 1}))]
+    env = os.environ | {"PYTHONPATH": str(Path(hirank.__file__).parents[1])}
+    shown = subprocess.run(words, capture_output=True, text=True, check=True, env=env)
+    assert shown.stderr == ""
+    starts = ("12 rows", "loading", "4,608", "step", "Finished", "Held-out", "Exact", "Weights")
+    lines = shown.stdout.splitlines()
+    assert [line for line in lines if not line.startswith((*starts, "Try it", "Report"))] == []
+
+
 def test_dry_run_writes_nothing(config, tmp_path):
     result = call("train", config(), "--dry-run", "--set", "optim.batch_size=2")
     assert result.exit_code == 0, result.output

@@ -166,10 +166,11 @@ def chat(
 ) -> None:
     """Talk to a trained model."""
     from hirank.train.chat import converse, load_chat
-    from hirank.train.quiet import quiet
+    from hirank.train.quiet import quiet, without_bars
 
     console = _console()
     with quiet(console):
+        without_bars()
         loaded = load_chat(where, base=base, adapter=not no_adapter, max_new_tokens=max_new_tokens)
         if prompt is None:
             converse(loaded, console)

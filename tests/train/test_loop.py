@@ -299,9 +299,11 @@ def test_a_signal_ends_the_step_and_saves(settings, stop_at, number):
 
 def test_a_second_signal_stops_at_once(settings, stop_at, tmp_path):
     stop_at(5, signal.SIGINT, signal.SIGINT)
+    console = Console(file=io.StringIO())
     with pytest.raises(KeyboardInterrupt):
-        run(settings())
+        train(settings(), console=console)
     assert [path.name for path in steps(tmp_path / "out")] == ["step-3"]
+    assert "Resume from step-3: hirank train --resume" in console.file.getvalue()
 
 
 def test_before_the_first_step_nothing_is_left_behind(settings, monkeypatch, tmp_path):
@@ -336,6 +338,46 @@ def test_a_full_disk_while_saving_leaves_the_old_checkpoint_whole(settings, monk
     assert [path.name for path in checkpoints.iterdir()] == ["step-3"]
     monkeypatch.undo()
     assert run(config, resume=tmp_path / "out").step == 6
+
+
+def test_modules_trained_whole_are_saved_and_resumed(settings, stop_at):
+    config = settings(method={"modules_to_save": ["embed_tokens"]}, optim={"max_steps": 2})
+    stop_at(1, signal.SIGINT)
+    resumed = run(config, resume=run(config).run_dir)
+    names = load_file(resumed.weights / "adapter_model.safetensors").keys()
+    assert "base_model.model.model.embed_tokens.weight" in names
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["dora", "full"])
+def test_mixed_precision_on_a_gpu_and_resume(settings, stop_at, method):
+    changes = {"model": {"device": "cuda"}, "method": {"name": method}}
+    built, seen = trainer_module.Trainer.__init__, []
+
+    def remember(self, **kwargs):
+        built(self, **kwargs)
+        seen.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "__init__", remember)
+        whole = run(settings("whole", **changes))
+    parameters = list(seen[0].model.parameters())
+    base = torch.bfloat16 if method == "dora" else torch.float32
+    assert {p.dtype for p in parameters if not p.requires_grad} <= {base}
+    assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
+    states = [t for state in seen[0].optimizer.state.values() for t in state.values()]
+    assert {t.dtype for t in states} == {torch.float32}
+    assert seen[0].args.bf16
+    stop_at(3, signal.SIGINT)
+    config = settings("parts", **changes)
+    resumed = run(config, resume=run(config).run_dir)
+    first, second = (state_of(step_dir(r.run_dir, 6))["weights"] for r in (whole, resumed))
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name])
 
 
 # Folders.

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from hirank.train.config import TrainConfig
     from hirank.train.methods import Applied
+    from hirank.train.progress import ProgressCallback
     from hirank.train.trainer import Exam, Trainer
 
 STOPPING = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop at once."
@@ -64,7 +65,12 @@ def train(config: TrainConfig, *, console: Console, resume: Path | None = None) 
         prepared = prepare(config, console, resume)
         run_dir = checkpoint.run_of(resume) if resume else claim_run_dir(config.run)
         with cleared_on_failure(run_dir, new=resume is None) as worth:
-            return _Run(prepared, run_dir, console, interrupt, worth).go()
+            try:
+                return _Run(prepared, run_dir, console, interrupt, worth).go()
+            except KeyboardInterrupt:
+                for newest in checkpoint.steps(run_dir)[:1]:
+                    say(console, f"Resume from {newest.name}: hirank train --resume {run_dir}")
+                raise
 
 
 class _Run:
@@ -85,14 +91,19 @@ class _Run:
         self.last, self.best = run_dir / kind, run_dir / f"{kind}-best"
 
     def go(self) -> RunResult:
+        from hirank.train.progress import ProgressCallback
+
         self._write_settings()
         applied = self._model()
-        with RunLog(self.run_dir / "log.jsonl") as log:
+        with (
+            RunLog(self.run_dir / "log.jsonl") as log,
+            ProgressCallback(log, self.console) as progress,
+        ):
             self._log_start(log, applied)
-            trainer = self._trainer(log, applied)
+            trainer = self._trainer(log, applied, progress)
             if not self.prepared.resume and self.config.eval.before:
                 self._samples(trainer, log, "before")
-            self._train(trainer, log)
+            self._train(trainer)
             return self._finish(trainer, log)
 
     # Set up.
@@ -121,7 +132,7 @@ class _Run:
             resume.step if resume else 0,
             versions=versions(str(model.pick_device(self.config.model))),
             config=self.config.model_dump(mode="json"),
-            model=self.config.model.name,
+            model=model.locate(self.config.model.name).path,
             n_train=len(prepared.train_set.dataset),
             n_eval=len(prepared.eval_set.dataset) if prepared.eval_set else 0,
             tokens=prepared.train_set.n_tokens,
@@ -131,9 +142,8 @@ class _Run:
         )
         self._say(f"{trainable:,} of {total:,} parameters are trained, {prepared.steps} steps")
 
-    def _trainer(self, log: RunLog, applied: Applied) -> Trainer:
+    def _trainer(self, log: RunLog, applied: Applied, progress: ProgressCallback) -> Trainer:
         from hirank.train.packing import collator_for
-        from hirank.train.progress import ProgressCallback
         from hirank.train.trainer import Folder, StopWhenAsked, Trainer, training_args
 
         prepared, config = self.prepared, self.config
@@ -153,7 +163,7 @@ class _Run:
             eval_dataset=prepared.eval_set.dataset if prepared.eval_set else None,
             processing_class=prepared.tokenizer,
             callbacks=[
-                ProgressCallback(log, self.console),
+                progress,
                 StopWhenAsked(self.interrupt, lambda: self.worth.append(True)),
             ],
         )
@@ -180,7 +190,7 @@ class _Run:
 
     # Train.
 
-    def _train(self, trainer: Trainer, log: RunLog) -> None:
+    def _train(self, trainer: Trainer) -> None:
         resume = self.prepared.resume
         if resume is None:
             trainer.train()

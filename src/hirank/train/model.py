@@ -7,7 +7,9 @@ a name on the Hub. Everything that can be said about it is said before its weigh
 from __future__ import annotations
 
 import difflib
+import io
 import re
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 class ModelConfig(Strict):
@@ -54,6 +56,11 @@ class Source:
     name: str
     gguf: str | None = None
     local: bool = True
+
+    @property
+    def path(self) -> str:
+        """The model as one name: the folder, the GGUF file or the Hub name."""
+        return str(Path(self.name) / self.gguf) if self.gguf else self.name
 
 
 def locate(name: str) -> Source:
@@ -168,7 +175,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, with a padding token (the end token if it has none of its own)."""
     from transformers import AutoTokenizer
 
-    source = locate(config.tokenizer or config.name)
+    source = _tokenizer_source(config)
     with _Readable("tokenizer", config.tokenizer or config.name, source.local):
         tokenizer = AutoTokenizer.from_pretrained(source.name, **_pretrained_args(config, source))
     if tokenizer.pad_token is None:
@@ -179,6 +186,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _tokenizer_source(config: ModelConfig) -> Source:
+    """A folder with a tokenizer need not hold a model."""
+    if config.tokenizer and Path(config.tokenizer).is_dir():
+        return Source(str(Path(config.tokenizer).resolve()))
+    return locate(config.tokenizer or config.name)
 
 
 def meta_model(config: ModelConfig, architecture: Any) -> Any:
@@ -204,10 +218,11 @@ def load_model(config: ModelConfig, *, full: bool = False) -> Any:
     if config.attention:
         args["attn_implementation"] = config.attention
     model: Any
-    with _Readable("weights", config.name, source.local):
+    hidden = redirect_stderr(io.StringIO()) if source.gguf else nullcontext()  # a progress bar
+    with hidden, _Readable("weights", config.name, source.local):
         model = AutoModelForCausalLM.from_pretrained(source.name, **args)
     if source.gguf:
-        model = _plain(model, str(Path(source.name) / source.gguf))
+        model = _plain(model, source.path)
     return model.to(device)
 
 

@@ -18,7 +18,7 @@ from hirank.train import methods, model
 from hirank.train.checkpoint import Checkpoint, open_checkpoint
 from hirank.train.evaluate import Question, need_questions, questions
 from hirank.train.optim import planned_steps
-from hirank.train.quiet import say
+from hirank.train.quiet import say, without_bars
 from hirank.train.run import check_run_dir
 
 if TYPE_CHECKING:
@@ -61,9 +61,10 @@ def prepare(config: TrainConfig, console: Console, resume: Path | None = None) -
     if found is None:
         check_run_dir(config.run)
     model.locate(config.model.name)
-    model.pick_device(config.model)
     examples = load_examples(config.data)
     say(console, str(examples.counts))
+    model.pick_device(config.model)
+    without_bars()  # here, because what comes before is quick to refuse
     tokenizer = model.load_tokenizer(config.model)
     train_set, eval_set = _encode(config, examples, tokenizer)
     for part in (train_set, eval_set):

@@ -31,7 +31,6 @@ def quiet(console: Console) -> Iterator[None]:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"hirank(\.|$)")
         warnings.showwarning = lambda text, *rest: say(console, f"Warning: {text}", "yellow")
-        _without_bars()
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
@@ -41,8 +40,8 @@ def quiet(console: Console) -> Iterator[None]:
                 logging.getLogger(name).setLevel(level)
 
 
-def _without_bars() -> None:
-    """No progress bars but ours."""
+def without_bars() -> None:
+    """No progress bars but ours. Imports what draws them, which takes seconds."""
     import datasets
     from transformers.utils import logging as transformers_logging
 
