@@ -113,6 +113,12 @@ def test_no_space_left_is_named(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.parametrize("said", ["[enforce fail at inline_container.cc:672]", "iostream error"])
+def test_what_torch_says_when_a_write_fails(tmp_path, said):
+    with pytest.raises(HirankError, match="the disk is full or"), atomic_folder(tmp_path / "a"):
+        raise RuntimeError(said)
+
+
 def test_other_errors_stay_what_they_are(tmp_path):
     with pytest.raises(RuntimeError, match="mat1"), atomic_folder(tmp_path / "a"):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")

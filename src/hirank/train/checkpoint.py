@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from hirank.errors import HirankError
 
 MANIFEST = "manifest.json"
+TORCH_WRITE_FAILED = ("PytorchStreamWriter", "inline_container", "iostream error")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -111,7 +112,7 @@ def writing(target: Path) -> Iterator[None]:
     except SafetensorError as error:
         raise HirankError(_refusal(target, _reason_in(str(error)))) from error
     except RuntimeError as error:
-        if "PytorchStreamWriter" not in str(error) and "inline_container" not in str(error):
+        if not any(word in str(error) for word in TORCH_WRITE_FAILED):
             raise
         raise HirankError(_refusal(target, _reason_in(str(error)))) from error
 
