@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,7 +61,7 @@ def train(config: TrainConfig, *, console: Console, resume: Path | None = None) 
     twice, or before there is anything to save.
     """
     config = resolved(config)
-    notice = lambda: say(console, STOPPING)  # noqa: E731
+    notice = partial(say, console, STOPPING)
     with quiet(console), Interrupt(notice) as interrupt:
         prepared = prepare(config, console, resume)
         run_dir = checkpoint.run_of(resume) if resume else claim_run_dir(config.run)
