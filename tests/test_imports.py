@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "audit": {"kernels", "adapters", "optim"},
     "train": {"adapters", "optim", "plan", "audit"},
     "serve": {"adapters", "kernels"},
-    "cli": {"__init__", "kernels", "adapters", "optim", "plan", "audit", "train", "serve"},
+    "bench": {"kernels", "adapters"},
+    "cli": {"__init__", "kernels", "adapters", "optim", "plan", "audit", "train", "serve", "bench"},
     "__main__": {"cli"},
     # The public API gathers the fused layers; what needs an extra is imported by its own name.
     "__init__": {"adapters"},
@@ -54,6 +55,7 @@ def test_every_part_of_src_is_in_the_table():
         ("train/a.py", "import hirank", "__init__"),
         ("train/a.py", "from hirank import accelerate", "__init__"),
         ("plan/a.py", "def late():\n    import hirank.audit", "audit"),
+        ("train/a.py", "from hirank.bench.timing import calls", "bench"),
         ("cli.py", "from .testing import x", "testing"),
         ("serve/a.py", "from hirank.errors import HirankError", None),
         ("adapters/a.py", "from . import gain", None),
@@ -75,6 +77,8 @@ def test_the_check_itself(tmp_path: Path, file: str, code: str, caught: str | No
     [
         ("import hirank", HEAVY + LIBRARIES),
         ("from hirank import accelerate, explain, patch_peft, restore", HEAVY),
+        ("import hirank.bench.options, hirank.bench.tables", HEAVY + LIBRARIES),
+        ("import hirank.bench.model, hirank.bench.inference", (*HEAVY, "rich", "typer")),
     ],
 )
 def test_what_an_import_does_not_load(statement: str, unwanted: tuple[str, ...]):

@@ -1,0 +1,92 @@
+"""Suites `prefill` and `decode`: tokens a second with unmerged adapters, without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hirank.bench import arms as arms_
+from hirank.bench.model import agreements_of
+from hirank.bench.session import Result, Session, results
+from hirank.bench.settings import Decode, Prefill
+from hirank.bench.timing import Sample, calls
+
+__all__ = ["ARMS", "run_decode", "run_prefill"]
+
+ARMS = arms_.ARMS
+
+
+def run_prefill(settings: Prefill, session: Session) -> list[Result]:
+    """One forward over the prompt, logits of its last token."""
+
+    def step(model: nn.Module, ids: Tensor) -> float:
+        def read() -> None:
+            model(input_ids=ids, logits_to_keep=1, use_cache=False)
+
+        return calls(read, 1, session.device)
+
+    return _run(settings, session, settings.seq, settings.seq, step)
+
+
+def run_decode(settings: Decode, session: Session) -> list[Result]:
+    """Greedy tokens, one after the other, from a prompt that was read before."""
+
+    def step(model: nn.Module, ids: Tensor) -> float:
+        out = model(input_ids=ids, logits_to_keep=1, use_cache=True)
+        state = {"token": out.logits[:, -1:].argmax(-1), "past": out.past_key_values}
+
+        def write() -> None:
+            past = state["past"]
+            out = model(input_ids=state["token"], past_key_values=past, use_cache=True)
+            state["token"] = out.logits[:, -1:].argmax(-1)
+
+        return calls(write, settings.new, session.device) * settings.new
+
+    return _run(settings, session, settings.prompt, settings.new, step)
+
+
+def _run(
+    settings: Prefill | Decode,
+    session: Session,
+    prompt: int,
+    tokens: int,
+    seconds: Callable[[nn.Module, Tensor], float],
+) -> list[Result]:
+    base = session.base(settings.model)
+    models = arms_.build(base, session.chosen(ARMS), rank=settings.rank)
+    ids = _prompt(base, settings.batch, prompt, session.device)
+    agreements = agreements_of(models, ids, session)
+    precision = _precision(models, settings.half, session.device)
+
+    def step_of(model: nn.Module) -> Callable[[], Sample]:
+        def step() -> Sample:
+            with torch.inference_mode(), precision():
+                taken = seconds(model.eval(), ids)
+            return {"wall_s": taken, "tokens_per_s": settings.batch * tokens / taken}
+
+        return step
+
+    _, samples = session.measure({name: step_of(model) for name, model in models.items()})
+    return results(samples, "wall_s", agreements=agreements)
+
+
+def _prompt(base: Any, batch: int, length: int, device: torch.device) -> Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(0, base.config.vocab_size, (batch, length), generator=draw).to(device)
+
+
+def _precision(
+    models: dict[str, nn.Module], half: bool, device: torch.device
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Autocast over fp32 adapters, or adapters in bf16 and no autocast. The magnitude stays."""
+    if not half or device.type != "cuda":
+        return lambda: arms_.autocast(device)
+    for model in models.values():
+        for name, parameter in arms_.trainable(model).items():
+            if arms_.MAGNITUDE not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return nullcontext

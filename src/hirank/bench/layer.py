@@ -1,0 +1,103 @@
+"""Suite `layer`: forward and backward of one adapted linear, norms already known where kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hirank.bench import arms as arms_
+from hirank.bench.gate import agreement
+from hirank.bench.memory import saved_bytes
+from hirank.bench.session import Result, Session, results
+from hirank.bench.settings import Layer
+from hirank.bench.shapes import linears
+from hirank.bench.timing import Sample, calls
+
+__all__ = ["ARMS", "run"]
+
+ARMS = arms_.ARMS
+
+
+class OneLinear(nn.Module):
+    """A model that is one linear without bias: what PEFT needs to adapt just that."""
+
+    def __init__(self, n_in: int, n_out: int, device: torch.device) -> None:
+        super().__init__()
+        dtype = arms_.base_dtype(device)
+        self.linear = nn.Linear(n_in, n_out, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M, in] to [M, out]"""
+        out: Tensor = self.linear(x)
+        return out
+
+
+def run(settings: Layer, session: Session) -> list[Result]:
+    """All arms on every shape of the set; the shape is part of an arm's metrics."""
+    found = []
+    for n_in, n_out in linears(settings.shape):
+        shape = {"in": n_in, "out": n_out}
+        for result in _one_shape(n_in, n_out, settings, session):
+            found.append(Result(result.arm, result.metrics | shape))
+    return found
+
+
+def _one_shape(n_in: int, n_out: int, settings: Layer, session: Session) -> list[Result]:
+    device = session.device
+    torch.manual_seed(0)
+    base = OneLinear(n_in, n_out, device).requires_grad_(False)
+    models = arms_.build(base, session.chosen(ARMS), rank=settings.rank, targets=["linear"])
+    dtype = arms_.base_dtype(device)
+    x = torch.randn(settings.tokens, n_in, device=device, dtype=dtype).requires_grad_()
+    dy = torch.randn(settings.tokens, n_out, device=device, dtype=dtype)
+
+    def probe(model: nn.Module) -> Tensor:
+        return _both(model, x, dy, device)
+
+    agreements = agreement(models, probe, dtype)
+    for name, found in agreements.items():
+        session.say(f"{n_in}x{n_out} {name} {found}")
+    steps = {name: _step(model, x, dy, settings, device) for name, model in models.items()}
+    _, samples = session.measure(steps)
+    more = {name: _saved(models[name], x, device) for name in samples}
+    return results(samples, "both_s", agreements=agreements, more=more)
+
+
+def _forward(model: nn.Module, x: Tensor, device: torch.device) -> Tensor:
+    with arms_.autocast(device):
+        y: Tensor = model(x)
+    return y
+
+
+def _both(model: nn.Module, x: Tensor, dy: Tensor, device: torch.device) -> Tensor:
+    y = _forward(model, x, device)
+    y.backward(dy.to(y.dtype))  # type: ignore[no-untyped-call]
+    x.grad = None
+    return y
+
+
+def _step(
+    model: nn.Module, x: Tensor, dy: Tensor, settings: Layer, device: torch.device
+) -> Callable[[], Sample]:
+    parameters = list(arms_.trainable(model).values())
+
+    def both() -> None:
+        _both(model, x, dy, device)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def step() -> Sample:
+        both_s = calls(both, settings.calls, device)
+        forward_s = calls(lambda: _forward(model, x, device), settings.calls, device)
+        return {"both_s": both_s, "forward_s": forward_s}
+
+    return step
+
+
+def _saved(model: nn.Module, x: Tensor, device: torch.device) -> dict[str, Any]:
+    """Bytes kept for the backward, besides weights and the input."""
+    owned = [*model.parameters(), x]
+    return {"saved_bytes": saved_bytes(lambda: _forward(model, x, device), owned)}

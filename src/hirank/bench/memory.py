@@ -1,0 +1,69 @@
+"""Bytes: what a forward keeps for its backward, and what an arm holds on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["cache_bytes", "saved_bytes", "size"]
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def saved_bytes(forward: Callable[[], Tensor], owned: Iterable[Tensor]) -> int:
+    """Bytes that autograd keeps after `forward()`, without what `owned` keeps anyway.
+
+    A storage counts once and whole, even if a view of it is what was saved.
+    """
+    ours = {tensor.untyped_storage().data_ptr() for tensor in owned}
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in ours:
+            kept.append(tensor.detach())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    del result
+    return size(kept)
+
+
+def cache_bytes(model: nn.Module) -> int:
+    """Bytes of the norms that hirank's layers keep beside the model."""
+    return size(
+        tensor
+        for module in model.modules()
+        for tensor in _tensors_in(getattr(module, "_hirank_norms", None))
+    )
+
+
+def _tensors_in(thing: Any) -> list[Tensor]:
+    if isinstance(thing, Tensor):
+        return [thing]
+    if isinstance(thing, dict):
+        thing = list(thing.values())
+    elif is_dataclass(thing):
+        thing = [getattr(thing, one.name) for one in fields(thing)]
+    if not isinstance(thing, list | tuple):
+        return []
+    return [tensor for part in thing for tensor in _tensors_in(part)]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
+    """Bytes of an optimizer's state for `parameters`."""
+    return size(
+        value
+        for parameter in parameters
+        for value in optimizer.state.get(parameter, {}).values()
+        if isinstance(value, Tensor) and value.device == parameter.device
+    )
