@@ -18,6 +18,8 @@ from hirank.errors import HirankError
 if TYPE_CHECKING:
     from hirank.train.loop import RunResult
 
+__all__ = ["app", "chat", "main", "told", "train", "version"]
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,

@@ -4,25 +4,37 @@ The norm depends on weights only, so it is computed once per weight change: accu
 micro-batches, recomputation under checkpointing and inference all reuse it.
 
 How a change is noticed. Version counters do not do: fused optimizers, `.data` writes and
-`vector_to_parameters` leave them as they were. So the adapter is compared *by value*: a product of
-A with a fixed random vector, and of B likewise, read every weight once and are two small
-matrix-vector products. A change too small to show in them is below fp32 rounding of the norm.
-The frozen base is large; it is watched by address, version counter and a sample of its entries.
-The magnitude is not part of the norm and so cannot make it stale.
+`vector_to_parameters` leave them as they were. So the adapter is compared *by value*. The frozen
+base is large; it is watched by address, version counter and a sample of its entries. The magnitude
+is not part of the norm and so cannot make it stale.
+
+    CPU    at every call a product of A with a fixed random vector, and of B likewise, reads every
+           weight once; a change too small to show in them is below fp32 rounding of the norm.
+    GPU    once per pass through the model one kernel hashes the bits of all adapters, and a second
+           computes again the norms of those that changed (`kernels/norm_table`). Nothing waits.
+
+A layer that runs again inside a backward pass (checkpointing) uses the norm of its forward.
 
 After overwriting part of a base weight through `.data`, where neither counter nor sample need show
 it, call `NormCache.clear` (`hirank.accelerate` does it for every layer).
 """
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hirank.kernels._triton import HAS_TRITON, interpreting
 from hirank.kernels.dora_norm import dora_norm, row_square_sum
+from hirank.kernels.norm_table import NormEntry, NormTable
 
-__all__ = ["NormCache"]
+__all__ = ["NormCache", "Source", "base_norm"]
+
+Source = Callable[[], tuple[Tensor, Tensor, Tensor, float] | None]
+"""Where a cache finds W, A, B and s at any time; None once the layer is gone."""
 
 _SAMPLES = 1024  # entries of a base weight that are compared
 _SEED = 0x5EED
@@ -60,21 +72,37 @@ class _Base:
     square_sum: Tensor  # [N]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class NormCache:
     """The norm of one adapter on one layer. Holds a few vectors; never saved with a model."""
 
-    computed: int = 0
-    """How many times the norm was computed: once per change of weights."""
+    source: Source = field(default=lambda: None, repr=False)
     _base: _Base | None = field(default=None, repr=False)
     _mark: tuple[Any, ...] | None = field(default=None, repr=False)
     _prints: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     _norm: Tensor | None = field(default=None, repr=False)
     _probes: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _computed: int = 0
+    _group: "_Group | None" = field(default=None, repr=False)
+    _seen: int = -1
+
+    def __post_init__(self) -> None:
+        _REGISTRY.append(weakref.ref(self, _REGISTRY.remove))
+        for group in _GROUPS.values():
+            group.stale = True
+
+    @property
+    def computed(self) -> int:
+        """How many times the norm was computed: once per change of weights. Waits for a GPU."""
+        return self._computed + (self._group.computed(self) if self._group else 0)
 
     def clear(self) -> None:
         """Forget everything: the next call computes anew."""
-        self._base = self._mark = self._prints = self._norm = self._probes = None
+        self._computed = self.computed
+        if self._group:
+            self._group.stale = True
+        self._base = self._mark = self._prints = self._norm = self._probes = self._group = None
+        self._seen = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NormCache":
         return NormCache()  # a copied layer has weights of its own
@@ -98,6 +126,30 @@ class NormCache:
         """
         if weight.is_meta or lora_A.is_meta:
             return torch.empty(weight.shape[0], device="meta")
+        if self.source() is not None and _fits_table(weight, lora_A, lora_B, dtype):
+            return self._norm_of_group(_group_of(weight, lora_A, dtype))
+        return self._norm_by_value(weight, lora_A, lora_B, scale, dtype)
+
+    def _norm_of_group(self, group: "_Group") -> Tensor:
+        if self._group is not group:
+            self.clear()
+            self._group, group.stale = group, True
+        if group.stale or (self._seen == group.passes and not _in_backward()):
+            group.refresh()
+        self._seen = group.passes
+        assert self._norm is not None
+        return self._norm
+
+    def _norm_by_value(
+        self,
+        weight: Tensor,
+        lora_A: Tensor,
+        lora_B: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        if self._norm is not None and _in_backward():
+            return self._norm
         base = self._base_of(weight)
         mark = (scale, dtype, lora_A.device, lora_A.dtype, lora_B.dtype)
         prints = self._fingerprints(lora_A, lora_B)
@@ -112,7 +164,7 @@ class NormCache:
                 weight, lora_A.to(dtype), lora_B.to(dtype), scale=scale, base_sq=base.square_sum
             )
             self._mark, self._prints = mark, prints
-            self.computed += 1
+            self._computed += 1
         assert self._norm is not None
         return self._norm
 
@@ -138,3 +190,102 @@ class NormCache:
             probes = self._probes = (_probe(A.shape[1], A, 1), _probe(B.shape[1], B, 2))
         with torch.autocast(A.device.type, enabled=False):
             return A @ probes[0], B @ probes[1]
+
+
+# On a GPU: all layers together.
+
+_REGISTRY: list["weakref.ref[NormCache]"] = []
+_GROUPS: dict[tuple[Any, ...], "_Group"] = {}
+
+
+class _Group:
+    """The caches of one device and one set of dtypes, brought up to date together.
+
+    A pass through the models runs each layer once, so a layer that comes by for the second time
+    since the last refresh begins a new pass, and refreshes all.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.passes = 0
+        self.stale = True
+        """Caches came, went or forgot since the table was built."""
+        self._dtype = dtype
+        self._caches: list[weakref.ref[NormCache]] = []
+        self._marks: list[tuple[Any, ...]] = []
+        self._table: NormTable | None = None
+
+    def computed(self, cache: NormCache) -> int:
+        counts = [] if self._table is None else self._table.computed.tolist()
+        found = (n for c, n in zip(self._caches, counts, strict=True) if c() is cache)
+        return next(found, 0)
+
+    def refresh(self) -> None:
+        """Two launches; and a new table first if a tensor moved or a scale changed."""
+        caches, entries, marks = self._survey()
+        if self._table is None or self.stale or marks != self._marks:
+            for cache in caches:
+                cache._computed = cache.computed
+            self._table = NormTable(entries, self._dtype)
+            self._marks, self._caches = marks, [weakref.ref(cache) for cache in caches]
+            self._table.refresh(force=True)
+        else:
+            self._table.refresh()
+        self.stale = False
+        self.passes += 1
+
+    def _survey(self) -> tuple[list[NormCache], list[NormEntry], list[tuple[Any, ...]]]:
+        caches, entries, marks = [], [], []
+        for cache in [found for ref in _REGISTRY if (found := ref()) is not None]:
+            inputs = cache.source()
+            if inputs is None or not self._takes(cache, *inputs):
+                continue
+            weight, A, B, scale = inputs
+            if cache._norm is None:
+                cache._norm = torch.empty(weight.shape[0], device=weight.device)
+            cache._group = self
+            caches.append(cache)
+            entries.append(NormEntry(weight, A, B, scale, cache._norm))
+            pointers = (weight.data_ptr(), A.data_ptr(), B.data_ptr(), cache._norm.data_ptr())
+            marks.append((*pointers, _version(weight), scale, A.shape))
+        return caches, entries, marks
+
+    def _takes(self, cache: NormCache, weight: Tensor, A: Tensor, B: Tensor, scale: float) -> bool:
+        if cache._group is not None:
+            return cache._group is self
+        return _fits_table(weight, A, B, self._dtype) and _group_of(weight, A, self._dtype) is self
+
+
+def _group_of(weight: Tensor, lora_A: Tensor, dtype: torch.dtype) -> _Group:
+    key = (weight.device, weight.dtype, lora_A.dtype, dtype)
+    if key not in _GROUPS:
+        _GROUPS[key] = _Group(dtype)
+    return _GROUPS[key]
+
+
+def _fits_table(weight: Tensor, lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype) -> bool:
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return (
+        (weight.is_cuda and HAS_TRITON or interpreting())
+        and dtype in floats
+        and weight.dtype in floats
+        and lora_A.dtype == lora_B.dtype
+        and lora_A.dtype in floats
+        and all(t.is_contiguous() for t in (weight, lora_A, lora_B))
+        and weight.device == lora_A.device == lora_B.device
+    )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+@torch.no_grad()
+def base_norm(weight: Tensor) -> Tensor:
+    """||W|| per row, [N] fp32 (fp64 for fp64): to the bit what `NormCache.norm` gives for B = 0."""
+    if not _fits_table(weight, weight, weight, weight.dtype):
+        return row_square_sum(weight).sqrt_()
+    norm = torch.empty(weight.shape[0], device=weight.device)
+    NormTable([NormEntry(weight, weight[:0], weight[:, :0], 0.0, norm)], weight.dtype).refresh(
+        force=True
+    )
+    return norm

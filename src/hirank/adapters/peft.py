@@ -8,6 +8,7 @@ call it hands to PEFT's own forward, and `explain` tells why.
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -20,11 +21,10 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from hirank.adapters.explain import Explanation, Route, Row
-from hirank.adapters.gain import NormCache
+from hirank.adapters.gain import NormCache, base_norm
 from hirank.adapters.layers import Adapter, composed_forward, owned_forward
 from hirank.adapters.merge import Increment, merge_into
 from hirank.errors import HirankError
-from hirank.kernels.dora_norm import row_square_sum
 
 __all__ = ["FastLinear", "Patch", "accelerate", "explain", "patch_peft", "restore"]
 
@@ -116,8 +116,27 @@ def _adapter(layer: Any, name: str) -> Adapter:
         magnitude,
         layer.scaling[name],
         None if isinstance(dropout, nn.Identity) else dropout,
-        layer._hirank_norms.setdefault(name, NormCache()),
+        _norms(layer, name),
     )
+
+
+def _norms(layer: Any, name: str) -> NormCache:
+    norms: NormCache | None = layer._hirank_norms.get(name)
+    if norms is None or norms.source() is None:  # new, or a copy made with its layer
+        source = functools.partial(_norm_inputs, weakref.ref(layer), name)
+        norms = layer._hirank_norms[name] = NormCache(source)
+    return norms
+
+
+def _norm_inputs(
+    owner: "weakref.ref[Any]", name: str
+) -> tuple[Tensor, Tensor, Tensor, float] | None:
+    """What the norm of an adapter depends on; None while its layer does not run it."""
+    layer = owner()
+    if layer is None or name not in layer.lora_variant or name not in layer.active_adapters:
+        return None
+    weight = layer.base_layer.weight
+    return weight, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
 
 
 def _warn_half_magnitude(magnitude: Tensor) -> None:
@@ -245,7 +264,7 @@ def _fresh_magnitude(layer: Any, name: str) -> None:
         magnitude.data = magnitude.data.float()
     if layer.lora_B[name].weight.any():
         return
-    norm = row_square_sum(weight).sqrt_()
+    norm = base_norm(weight)
     slack = max(torch.finfo(weight.dtype).eps, 1e-5)
     if torch.allclose(magnitude.detach().to(norm), norm, rtol=slack, atol=1e-12):
         magnitude.data = norm.to(device=magnitude.device)
@@ -347,7 +366,7 @@ def _fast_init(original: Callable[..., None]) -> Callable[..., None]:
         if not plain or base.weight.is_meta or B.is_meta or B.any():
             return original(module, adapter_name, **kwargs)
         holder = DoraLinearLayer(fan_in_fan_out=False)  # type: ignore[no-untyped-call]
-        holder.weight = nn.Parameter(row_square_sum(base.weight).sqrt_())
+        holder.weight = nn.Parameter(base_norm(base.weight))
         if not module.lora_magnitude_vector:
             module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
         module.lora_magnitude_vector[adapter_name] = holder

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["ELEMENTWISE", "Elementwise"]
+__all__ = ["ELEMENTWISE", "NORM", "Elementwise", "Norm"]
 
 
 @dataclass(frozen=True)
@@ -23,3 +23,17 @@ class Elementwise:
 
 
 ELEMENTWISE = Elementwise(block_m=16, block_n=256, num_warps=8, programs=132 * 8)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Tile of the norm: rows of W a program owns, columns and ranks it takes at a time."""
+
+    block_n: int
+    block_k: int
+    block_r: int
+    num_warps: int
+    num_stages: int
+
+
+NORM = Norm(block_n=64, block_k=128, block_r=64, num_warps=4, num_stages=3)

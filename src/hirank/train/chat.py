@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from hirank.adapters.export import CONFIG_FILE, check_adapter, load_adapter, read_settings
 from hirank.errors import HirankError
 from hirank.train.model import ModelConfig, load_model, load_tokenizer
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-ADAPTER = "adapter_config.json"
+__all__ = ["Chat", "Found", "base_of", "command", "converse", "find", "load_chat"]
+
 HELP = "/adapter off and /adapter on switch the adapter, /new starts over, /exit ends."
 
 
@@ -43,7 +44,7 @@ def find(where: Path, base: str | None = None) -> Found:
         raise HirankError(f"There is no folder {where}; give a run or an adapter.")
     system = _system(where)
     for folder in (where / "adapter-best", where / "adapter", where):
-        if (folder / ADAPTER).is_file():
+        if (folder / CONFIG_FILE).is_file():
             return Found(base or base_of(folder), folder, system)
     for folder in (where / "model-best", where / "model", where):
         if (folder / "config.json").is_file():
@@ -53,33 +54,11 @@ def find(where: Path, base: str | None = None) -> Found:
 
 def base_of(adapter: Path) -> str:
     """The base model an adapter was trained on. Raises HirankError if its settings are broken."""
-    settings = _adapter_settings(adapter)
+    settings = read_settings(adapter)
     name = settings.get("base_model_name_or_path")
     if not name:
-        raise HirankError(f"{adapter / ADAPTER} names no base model; give it with --base.")
+        raise HirankError(f"{adapter / CONFIG_FILE} names no base model; give it with --base.")
     return str(name)
-
-
-def _adapter_settings(adapter: Path) -> dict[str, Any]:
-    path = adapter / ADAPTER
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise HirankError(f"{path} cannot be read as JSON; take it from the run again.") from None
-    if not isinstance(settings, dict):
-        raise HirankError(f"{path} holds no settings; take it from the run again.")
-    return settings
-
-
-def check_adapter(adapter: Path) -> None:
-    """Raise HirankError if the scale cannot be known: PEFT would silently take alpha = 8."""
-    settings = _adapter_settings(adapter)
-    for key in ("r", "lora_alpha"):
-        if settings.get("peft_type") == "LORA" and settings.get(key) is None:
-            raise HirankError(
-                f"{adapter / ADAPTER} has no {key}, without which the adapter's strength is "
-                "unknown; add the value it was trained with."
-            )
 
 
 def _system(where: Path) -> str | None:
@@ -179,30 +158,14 @@ def load_chat(
     """Load what lies at `where` to talk to it. Raises HirankError, see `find`."""
     found = find(where, base)
     if found.adapter:
-        check_adapter(found.adapter)
+        check_adapter(found.adapter)  # before the base model loads
     config = ModelConfig.model_validate({"name": found.base, "device": device})
     tokenizer = load_tokenizer(config)
     model: Any = load_model(config)
     if found.adapter:
-        model = _with_adapter(model, found.adapter)
+        model = load_adapter(model, found.adapter)
     model.eval()
     return Chat(model, tokenizer, max_new_tokens, found.system, adapter_on=adapter)
-
-
-def _with_adapter(base: Any, adapter: Path) -> Any:
-    from peft import PeftModel
-
-    from hirank.adapters.peft import accelerate
-
-    try:
-        model = PeftModel.from_pretrained(base, str(adapter))
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
-        raise HirankError(
-            f"The adapter {adapter} does not fit its base model: {reason}."
-        ) from error
-    lora = _adapter_settings(adapter).get("peft_type") == "LORA"
-    return accelerate(model) if lora else model
 
 
 def converse(chat: Chat, console: Console) -> None:

@@ -25,6 +25,22 @@ from safetensors import SafetensorError
 
 from hirank.errors import HirankError
 
+__all__ = [
+    "Checkpoint",
+    "MANIFEST",
+    "atomic_folder",
+    "checkpoints_dir",
+    "fault",
+    "open_checkpoint",
+    "recover",
+    "rotate",
+    "run_of",
+    "seal",
+    "step_dir",
+    "steps",
+    "writing",
+]
+
 MANIFEST = "manifest.json"
 TORCH_WRITE_FAILED = ("PytorchStreamWriter", "inline_container", "iostream error")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

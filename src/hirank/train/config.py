@@ -27,6 +27,16 @@ from hirank.train.optim import OptimConfig
 from hirank.train.run import RunConfig
 from hirank.train.strict import Strict
 
+__all__ = [
+    "ALIASES",
+    "TrainConfig",
+    "build_config",
+    "dump_config",
+    "explain_validation",
+    "load_config",
+    "resolved",
+]
+
 # Names that other trainers use for what is ours on the right.
 ALIASES = {
     "model_name_or_path": "model.name",

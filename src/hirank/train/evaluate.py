@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 
     from hirank.train.formats import Example
 
+__all__ = [
+    "EvalConfig",
+    "Question",
+    "exact_match",
+    "generate",
+    "greedy",
+    "need_questions",
+    "questions",
+    "undisturbed",
+]
+
 
 class EvalConfig(Strict):
     """What is measured, and when."""

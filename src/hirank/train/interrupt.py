@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
+__all__ = ["Interrupt"]
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

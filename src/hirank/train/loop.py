@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from hirank.train.progress import ProgressCallback
     from hirank.train.trainer import Exam, Trainer
 
+__all__ = ["RunResult", "train"]
+
 STOPPING = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop at once."
 
 

@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import nn
 
+__all__ = [
+    "Applied",
+    "METHODS",
+    "Method",
+    "MethodConfig",
+    "apply",
+    "check",
+    "lora_config",
+    "parameter_counts",
+    "unmatched_patterns",
+]
+
 
 @dataclass(frozen=True)
 class Method:

@@ -21,6 +21,19 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+__all__ = [
+    "HUB_NAME",
+    "ModelConfig",
+    "Source",
+    "load_architecture",
+    "load_model",
+    "load_tokenizer",
+    "locate",
+    "meta_model",
+    "pick_device",
+    "pick_dtype",
+]
+
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 

@@ -12,6 +12,8 @@ from hirank.train.strict import Strict
 if TYPE_CHECKING:
     from hirank.train.config import TrainConfig
 
+__all__ = ["OptimConfig", "interval", "planned_steps", "trainer_settings"]
+
 
 class OptimConfig(Strict):
     """How the weights are moved."""

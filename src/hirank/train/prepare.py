@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from hirank.train.data import Examples
     from hirank.train.tokens import Encoded
 
+__all__ = ["Prepared", "changed_settings", "prepare"]
+
 
 @dataclass(frozen=True)
 class Prepared:

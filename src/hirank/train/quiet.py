@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+__all__ = ["quiet", "say", "without_bars"]
+
 
 def say(console: Console, text: str, style: str = "") -> None:
     """A line as it is: no markup, no guessed colours, no added line breaks."""

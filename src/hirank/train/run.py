@@ -29,6 +29,8 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from hirank.errors import HirankError
 from hirank.train.strict import Strict
 
+__all__ = ["RunConfig", "check_run_dir", "claim_run_dir", "cleared_on_failure", "versions"]
+
 PACKAGES = ("hirank", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "triton")
 
 

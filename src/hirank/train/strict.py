@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+__all__ = ["Strict"]
+
 
 class Strict(BaseModel):
     """Settings that cannot change once made and that refuse unknown keys.

@@ -31,6 +31,16 @@ from hirank.train.evaluate import Question, exact_match, generate, undisturbed
 from hirank.train.interrupt import Interrupt
 from hirank.train.runlog import RunLog
 
+__all__ = [
+    "Exam",
+    "Folder",
+    "StopWhenAsked",
+    "Trainer",
+    "save_weights",
+    "training_args",
+    "write_weights",
+]
+
 # Questions and answers.
 
 

@@ -1,0 +1,206 @@
+"""The row norms of many layers at once, computed again only where weights changed: two launches.
+
+    print[l] = sum of hash(bits, position) over all of A and B and a sample of W, modulo 2^32
+    norm[l]  = || W[n] + s B[n] A ||      where print[l] differs from the last one, else untouched
+
+The comparison happens on the device: no launch depends on what the host knows, nothing waits.
+The norm is taken tile by tile over W + s B A on tensor cores with fp32 sums. Nothing larger than
+a tile is formed and nothing cancels, so no row needs a second look.
+
+Shapes     per layer: weight [N, K]; lora_A [R, K]; lora_B [N, R]; norm [N] fp32.
+Precision  A and B are rounded to `dot_dtype`, as in the forward; products of bf16 pairs are exact
+           in fp32. fp32 operands use full-precision products.
+Cost       prints read every adapter once; the norm is 2 N K R operations and reads W once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hirank.kernels._triton import jit, tl, triton
+from hirank.kernels._tuning import NORM
+
+__all__ = ["NormEntry", "NormTable"]
+
+_CHUNK = 8192  # elements hashed by one program
+
+
+class NormEntry(NamedTuple):
+    """One layer: where its weights are, and where its norm goes."""
+
+    weight: Tensor  # [N, K]
+    lora_A: Tensor  # [R, K]
+    lora_B: Tensor  # [N, R]
+    scale: float
+    norm: Tensor  # [N] fp32, written in place
+
+
+@jit
+def _hash(bits, position):
+    x = bits ^ (position * -1640531527)
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * 739982445
+    x = x ^ ((x >> 12) & 0xFFFFF)
+    return x * 695872825
+
+
+@jit
+def _print_kernel(
+    new, following, pointers, sizes, chunks,
+    WIDE: tl.constexpr, W_WIDE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    # one program hashes one chunk of A (kind 0), of B (kind 1), or a strided sample of W (kind 2)
+    p_chunk = chunks + tl.program_id(0) * 3
+    layer, kind, index = tl.load(p_chunk), tl.load(p_chunk + 1), tl.load(p_chunk + 2)
+    n = tl.load(sizes + layer * 3).to(tl.int64)
+    k = tl.load(sizes + layer * 3 + 1).to(tl.int64)
+    r = tl.load(sizes + layer * 3 + 2).to(tl.int64)
+    offset = index.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    if kind == 2:
+        address = tl.load(pointers + layer * 4)
+        count = n * k
+        offset = offset * tl.maximum(count // CHUNK, 1)
+        if W_WIDE:
+            bits = tl.load(
+                address.to(tl.pointer_type(tl.int32)) + offset, mask=offset < count, other=0
+            )
+        else:
+            bits = tl.load(
+                address.to(tl.pointer_type(tl.int16)) + offset, mask=offset < count, other=0
+            )
+    else:
+        address = tl.load(pointers + layer * 4 + 1 + kind)
+        count = tl.where(kind == 0, r * k, n * r)
+        if WIDE:
+            bits = tl.load(
+                address.to(tl.pointer_type(tl.int32)) + offset, mask=offset < count, other=0
+            )
+        else:
+            bits = tl.load(
+                address.to(tl.pointer_type(tl.int16)) + offset, mask=offset < count, other=0
+            )
+    position = offset.to(tl.int32) + kind * 1013904223
+    value = tl.where(offset < count, _hash(bits.to(tl.int32), position), 0)
+    tl.atomic_add(new + layer, tl.sum(value, axis=0))
+    if (kind == 0) & (index == 0):
+        tl.store(following + layer, 0)
+
+
+@jit
+def _norm_kernel(
+    new, old, computed, pointers, sizes, scales, blocks,
+    FORCE: tl.constexpr, W_TYPE: tl.constexpr, AB_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    # one program owns BLOCK_N rows of one layer
+    layer = tl.load(blocks + tl.program_id(0) * 2)
+    i_n = tl.load(blocks + tl.program_id(0) * 2 + 1)
+    if not FORCE:
+        if tl.load(new + layer) == tl.load(old + layer):
+            return
+    N, K, R = (
+        tl.load(sizes + layer * 3),
+        tl.load(sizes + layer * 3 + 1),
+        tl.load(sizes + layer * 3 + 2),
+    )
+    weight = tl.load(pointers + layer * 4).to(tl.pointer_type(W_TYPE))
+    lora_A = tl.load(pointers + layer * 4 + 1).to(tl.pointer_type(AB_TYPE))
+    lora_B = tl.load(pointers + layer * 4 + 2).to(tl.pointer_type(AB_TYPE))
+    norm = tl.load(pointers + layer * 4 + 3).to(tl.pointer_type(tl.float32))
+    scale = tl.load(scales + layer)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < N
+    row = o_n.to(tl.int64)[:, None]
+    b_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        o_k = k + tl.arange(0, BLOCK_K)
+        m_k = o_k < K
+        b_dot = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+        for r in range(0, R, BLOCK_R):
+            o_r = r + tl.arange(0, BLOCK_R)
+            m_r = o_r < R
+            b_B = tl.load(
+                lora_B + row * R + o_r[None, :], mask=m_n[:, None] & m_r[None, :], other=0.0
+            )
+            b_A = tl.load(lora_A + o_r.to(tl.int64)[:, None] * K + o_k[None, :],
+                          mask=m_r[:, None] & m_k[None, :], other=0.0)  # fmt: skip
+            b_dot = tl.dot(b_B.to(DOT_TYPE), b_A.to(DOT_TYPE), b_dot, input_precision="ieee")
+        b_W = tl.load(weight + row * K + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
+        b_full = b_W.to(tl.float32) + scale * b_dot
+        b_sum += tl.sum(b_full * b_full, axis=1)
+    tl.store(norm + o_n, tl.sqrt_rn(b_sum), mask=m_n)
+    if i_n == 0:
+        tl.store(computed + layer, tl.load(computed + layer) + 1)
+
+
+class NormTable:
+    """Pointers of many layers on their device, and the prints of what they last held.
+
+    All entries share the dtypes of weight and adapter, and one device. The tensors must outlive
+    the table's use at the addresses they have now; a caller that sees one move builds a new table.
+    """
+
+    def __init__(self, entries: Sequence[NormEntry], dot_dtype: torch.dtype) -> None:
+        first = entries[0]
+        self._device = first.weight.device
+        self._wide = first.lora_A.dtype == torch.float32
+        self._w_wide = first.weight.dtype == torch.float32
+        self._types = (_tl(first.weight.dtype), _tl(first.lora_A.dtype), _tl(dot_dtype))
+        self._tile = NORM
+        ints = [[t.data_ptr() for t in (e.weight, e.lora_A, e.lora_B, e.norm)] for e in entries]
+        sizes = [[*e.weight.shape, e.lora_A.shape[0]] for e in entries]
+        self._pointers = self._put(ints, torch.int64)
+        self._sizes = self._put(sizes, torch.int32)
+        self._scales = self._put([e.scale for e in entries], torch.float32)
+        self._blocks = self._put(_blocks(sizes, self._tile.block_n), torch.int32)
+        self._chunks = self._put(_chunks(sizes), torch.int32)
+        self._prints = torch.zeros(3, len(entries), dtype=torch.int32, device=self._device)
+        self.computed = torch.zeros(len(entries), dtype=torch.int32, device=self._device)
+        self._turn = 0
+
+    def _put(self, values: object, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Bring every norm up to date: two launches, no synchronisation.
+
+        `force` computes all norms, whatever the prints say.
+        """
+        old, new, following = (self._prints[(self._turn + i) % 3] for i in range(3))
+        self._turn += 1
+        _print_kernel[(self._chunks.shape[0],)](
+            new, following, self._pointers, self._sizes, self._chunks,
+            WIDE=self._wide, W_WIDE=self._w_wide, CHUNK=_CHUNK,
+        )  # fmt: skip
+        w_type, ab_type, dot_type = self._types
+        tile = self._tile
+        _norm_kernel[(self._blocks.shape[0],)](
+            new, old, self.computed, self._pointers, self._sizes, self._scales, self._blocks,
+            FORCE=force, W_TYPE=w_type, AB_TYPE=ab_type, DOT_TYPE=dot_type,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_R=tile.block_r,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+
+def _tl(dtype: torch.dtype) -> object:
+    return {
+        torch.float32: tl.float32,
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+    }[dtype]
+
+
+def _blocks(sizes: list[list[int]], block_n: int) -> list[list[int]]:
+    return [[i, b] for i, (n, _, _) in enumerate(sizes) for b in range(triton.cdiv(n, block_n))]
+
+
+def _chunks(sizes: list[list[int]]) -> list[list[int]]:
+    rows = []
+    for layer, (n, k, r) in enumerate(sizes):
+        for kind, count in enumerate((r * k, n * r, _CHUNK)):
+            rows += [[layer, kind, index] for index in range(triton.cdiv(count, _CHUNK))]
+    return rows
