@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hirank.kernels._triton import interpreting
+
 __all__ = [
     "FLOATS",
     "LINEAR_SHAPES",
@@ -49,7 +51,7 @@ def relative_rms(actual: Tensor, truth: Tensor) -> float:
     if truth.numel() == 0:
         return 0.0
     truth = truth.double()
-    error = (actual.double() - truth).square().mean().sqrt()
+    error = (actual.to(truth) - truth).square().mean().sqrt()
     return float(error / truth.square().mean().sqrt().clamp_min(1e-300))
 
 
@@ -146,13 +148,18 @@ def assert_within_budget(
     truth: Mapping[str, Tensor],
     dtype: torch.dtype,
     *,
-    factor: float = _FACTOR,
+    factor: float | None = None,
 ) -> None:
-    """Every tensor of `candidate` errs at most `factor` times as much as the plain formula.
+    """Every tensor of `candidate` errs at most `factor` (2) times as much as the plain formula.
+
+    Triton's interpreter rounds to bf16 towards zero, which doubles the RMS error of a store: there
+    the factor for bf16 is 3. Precision claims come from a GPU.
 
     Raises:
         AssertionError: naming the tensor and both errors.
     """
+    if factor is None:
+        factor = 3.0 if interpreting() and dtype == torch.bfloat16 else _FACTOR
     for name, exact in truth.items():
         got, allowed = relative_rms(candidate[name], exact), relative_rms(plain[name], exact)
         bound = factor * max(allowed, _FLOOR[dtype])

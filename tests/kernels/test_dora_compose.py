@@ -6,6 +6,7 @@ import torch
 from hirank.kernels.dora_compose import dora_compose, dora_compose_ref
 from hirank.testing import FLOATS, assert_within_budget, outputs_and_gradients
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 64), (7, 123), (33, 200), (0, 64), (2, 3, 5, 16), (12,)]
 SCALE = 1.5
 
@@ -17,7 +18,7 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, spread: float = 0.2):
         torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for _ in range(2)
     )
     gain = 1 + spread * torch.randn(shape[-1], generator=draw, dtype=torch.float64)
-    return {"base": base, "lora": lora, "gain": gain.to(wide)}
+    return {"base": base.to(DEVICE), "lora": lora.to(DEVICE), "gain": gain.to(DEVICE, wide)}
 
 
 def leaves(tensors, dtype=None):
@@ -44,7 +45,7 @@ def test_output_and_gradients_within_budget(shape, dtype):
 
 
 def test_gain_of_one_leaves_the_scaled_branch():
-    tensors = make((9, 32), torch.bfloat16) | {"gain": torch.ones(32)}
+    tensors = make((9, 32), torch.bfloat16) | {"gain": torch.ones(32, device=DEVICE)}
     expected = (SCALE * tensors["lora"].float()).bfloat16()
     assert torch.equal(ours(**tensors), expected)
 

@@ -16,6 +16,8 @@ from hirank.testing import (
 )
 from recorder import SavedBytes
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def ours(case: LinearCase, **leaves: torch.Tensor) -> torch.Tensor:
     A, B = leaves["lora_A"], leaves["lora_B"]
@@ -39,7 +41,7 @@ def results(function, case: LinearCase) -> dict[str, torch.Tensor]:
 
 
 def check(case: LinearCase, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    rounded = case.to(dtype)
+    rounded = case.to(dtype, DEVICE)
     got = results(ours, rounded)
     plain = results(plain_dora_linear, rounded)
     truth = results(plain_dora_linear, rounded.to(torch.float64))
@@ -66,7 +68,7 @@ def test_scale_zero(dtype):
 @pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
 def test_identity_at_initialisation(dtype, bias):
     """B = 0 and m = norm: bit for bit the base layer, in every dtype, bias or not."""
-    case = LinearCase.make((9, 48, 32, 4), bias=bias).to(dtype)
+    case = LinearCase.make((9, 48, 32, 4), bias=bias).to(dtype, DEVICE)
     B = torch.zeros_like(case.lora_B)
     norm = dora_norm(case.weight, case.lora_A, B, scale=2.0)
     y = dora_linear(
@@ -103,8 +105,8 @@ def test_rows_without_direction_are_finite_and_can_learn():
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 2, 3), (0,), (2, 0, 3)], ids=str)
 def test_any_leading_dimensions(lead):
-    case = LinearCase.make((12, 24, 16, 3)).to(torch.float32)
-    x = torch.randn(*lead, 16)
+    case = LinearCase.make((12, 24, 16, 3)).to(torch.float32, DEVICE)
+    x = torch.randn(*lead, 16, device=DEVICE)
     norm = dora_norm(case.weight, case.lora_A, case.lora_B, scale=case.scale)
     y = dora_linear(
         x, case.weight, case.lora_A, case.lora_B,
@@ -116,7 +118,7 @@ def test_any_leading_dimensions(lead):
 
 
 def test_strided_inputs_and_gradients():
-    case = LinearCase.make((10, 24, 16, 3)).to(torch.float64)
+    case = LinearCase.make((10, 24, 16, 3)).to(torch.float64, DEVICE)
     base = results(ours, case)
     twisted = LinearCase(
         case.x.T.contiguous().T,
@@ -140,7 +142,7 @@ def test_strided_inputs_and_gradients():
 
 
 def test_frozen_magnitude_saves_no_output_and_trains_the_rest():
-    case = LinearCase.make((6, 24, 16, 3)).to(torch.float64)
+    case = LinearCase.make((6, 24, 16, 3)).to(torch.float64, DEVICE)
     leaves = case.leaves()
     leaves["magnitude"].requires_grad_(False)
     with SavedBytes() as frozen:
@@ -157,7 +159,7 @@ def test_frozen_magnitude_saves_no_output_and_trains_the_rest():
 
 def test_output_overwritten_in_place_by_later_code():
     """ReLU(inplace=True) behind the layer, as PEFT allows: dm is then computed from the inputs."""
-    case = LinearCase.make((9, 24, 16, 3)).to(torch.float64)
+    case = LinearCase.make((9, 24, 16, 3)).to(torch.float64, DEVICE)
     got = results(lambda c, **kw: ours(c, **kw).relu_(), case)
     truth = results(lambda c, **kw: plain_dora_linear(c, **kw).relu(), case)
     for name, value in truth.items():
@@ -165,7 +167,7 @@ def test_output_overwritten_in_place_by_later_code():
 
 
 def test_parameter_changed_between_forward_and_backward_is_an_error():
-    case = LinearCase.make((9, 24, 16, 3)).to(torch.float64)
+    case = LinearCase.make((9, 24, 16, 3)).to(torch.float64, DEVICE)
     leaves = case.leaves()
     y = ours(case, **leaves)
     with torch.no_grad():
@@ -190,8 +192,8 @@ def test_gradcheck_and_gradients_of_gradients():
 
 
 def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_parameters_dtypes():
-    case = LinearCase.make((9, 24, 16, 3)).to(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    case = LinearCase.make((9, 24, 16, 3)).to(torch.float32, DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
         got = results(ours, case)
     assert got["out"].dtype == torch.bfloat16
     assert all(got[f"d{name}"].dtype == torch.float32 for name in case.leaves())
@@ -202,20 +204,20 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_parameters_
 
 def test_autocast_widens_nothing_when_x_is_already_half():
     case = LinearCase.make((9, 24, 16, 3))
-    half = case.to(torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
+    half = case.to(torch.bfloat16, DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
         y = ours(half, **half.leaves())
     assert y.dtype == torch.bfloat16
 
 
 def test_two_runs_agree_bit_for_bit():
-    case = LinearCase.make((33, 40, 200, 16)).to(torch.bfloat16)
+    case = LinearCase.make((33, 40, 200, 16)).to(torch.bfloat16, DEVICE)
     first, second = results(ours, case), results(ours, case)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_inputs_that_do_not_fit_are_named():
-    case = LinearCase.make((4, 6, 8, 2)).to(torch.float32)
+    case = LinearCase.make((4, 6, 8, 2)).to(torch.float32, DEVICE)
     with pytest.raises(ValueError, match="x must end in 8"):
         dora_linear(torch.zeros(4, 7), case.weight, case.lora_A, case.lora_B, scale=1.0)
     with pytest.raises(ValueError, match="cast one of them"):

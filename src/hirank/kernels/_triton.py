@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 try:
     import triton
     import triton.language as tl
@@ -17,7 +19,7 @@ except ImportError:
         return function
 
 
-__all__ = ["HAS_TRITON", "interpreting", "jit", "tl", "triton"]
+__all__ = ["HAS_TRITON", "dot_type", "interpreting", "jit", "tl", "tl_type", "triton"]
 
 INTERPRETING = HAS_TRITON and bool(triton.knobs.runtime.interpret)
 
@@ -25,3 +27,13 @@ INTERPRETING = HAS_TRITON and bool(triton.knobs.runtime.interpret)
 def interpreting() -> bool:
     """Whether Triton runs kernels in Python on the CPU, for tests of their logic."""
     return INTERPRETING
+
+
+def tl_type(dtype: torch.dtype) -> Any:
+    """Triton's name of a float dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def dot_type(dtype: torch.dtype) -> Any:
+    """What the operands of a `tl.dot` are cast to. The interpreter cannot multiply bf16."""
+    return tl.float32 if INTERPRETING and dtype == torch.bfloat16 else tl_type(dtype)

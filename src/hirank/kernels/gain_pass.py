@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hirank.kernels._ops import register_op
-from hirank.kernels._triton import jit, tl, triton
+from hirank.kernels._triton import dot_type, jit, tl, triton
 from hirank.kernels._tuning import ELEMENTWISE
 from hirank.kernels.dora_norm import dora_gain
 
@@ -143,8 +143,10 @@ def _backward_kernel(
 
 
 @jit
-def _columns_times(dy, x, weight, o_n, m_n, M, N, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-                   BLOCK_N: tl.constexpr):  # fmt: skip
+def _columns_times(
+    dy, x, weight, o_n, m_n, M, N, K, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # <(dy^T x)[n], weight[n]> of a few columns n
     b_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -158,7 +160,7 @@ def _columns_times(dy, x, weight, o_n, m_n, M, N, K, BLOCK_M: tl.constexpr, BLOC
                            mask=m_m[None, :] & m_n[:, None], other=0.0)  # fmt: skip
             b_x = tl.load(x + o_m[:, None] * K + o_k[None, :],
                           mask=m_m[:, None] & m_k[None, :], other=0.0)  # fmt: skip
-            b_z += tl.dot(b_dy, b_x, input_precision="ieee")
+            b_z += tl.dot(b_dy.to(DOT), b_x.to(DOT), input_precision="ieee")
         b_w = tl.load(weight + o_n.to(tl.int64)[:, None] * K + o_k[None, :],
                       mask=m_n[:, None] & m_k[None, :], other=0.0)  # fmt: skip
         b_sum += tl.sum(b_z * b_w.to(tl.float32), axis=1)
@@ -168,7 +170,8 @@ def _columns_times(dy, x, weight, o_n, m_n, M, N, K, BLOCK_M: tl.constexpr, BLOC
 @jit
 def _magnitude_kernel(
     dm, part, magnitude, norm, dy, x, h, weight, lora_B, M, N, K, R, PARTS,
-    ALL_UNREADABLE: tl.constexpr, LIMIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALL_UNREADABLE: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < N
@@ -187,8 +190,8 @@ def _magnitude_kernel(
             )  # fmt: skip
         b_sum = b_sum / tl.where(readable, b_g, 1.0)
     if tl.sum((m_n & alive & (readable == 0)).to(tl.int32), axis=0) > 0:
-        again = _columns_times(dy, x, weight, o_n, m_n, M, N, K, 32, 32, BLOCK_N)
-        again += _columns_times(dy, h, lora_B, o_n, m_n, M, N, R, 32, 32, BLOCK_N)
+        again = _columns_times(dy, x, weight, o_n, m_n, M, N, K, DOT, 32, 32, BLOCK_N)
+        again += _columns_times(dy, h, lora_B, o_n, m_n, M, N, R, DOT, 32, 32, BLOCK_N)
         b_sum = tl.where(readable, b_sum, again)
     b_dm = tl.where(alive, b_sum / tl.where(alive, b_norm, 1.0), 0.0)
     tl.store(dm + o_n, b_dm.to(dm.dtype.element_ty), mask=m_n)
@@ -247,7 +250,8 @@ def _launch_backward(
         _magnitude_kernel[(triton.cdiv(N, 32),)](
             dm, part, magnitude, norm, dy, x, h, weight, lora_B,
             M, N, x.shape[1], h.shape[1], parts,
-            ALL_UNREADABLE=y is None, LIMIT=UNREADABLE, BLOCK_P=32, BLOCK_N=32,
+            ALL_UNREADABLE=y is None, DOT=dot_type(dy.dtype), LIMIT=UNREADABLE,
+            BLOCK_P=32, BLOCK_N=32,
         )  # fmt: skip
     return t, dm
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hirank.kernels._triton import jit, tl, triton
+from hirank.kernels._triton import dot_type, jit, tl, tl_type, triton
 from hirank.kernels._tuning import NORM
 
 __all__ = ["NormEntry", "NormTable"]
@@ -149,7 +149,11 @@ class NormTable:
         self._device = first.weight.device
         self._wide = first.lora_A.dtype == torch.float32
         self._w_wide = first.weight.dtype == torch.float32
-        self._types = (_tl(first.weight.dtype), _tl(first.lora_A.dtype), _tl(dot_dtype))
+        self._types = (
+            tl_type(first.weight.dtype),
+            tl_type(first.lora_A.dtype),
+            dot_type(dot_dtype),
+        )
         self._tile = NORM
         ints = [[t.data_ptr() for t in (e.weight, e.lora_A, e.lora_B, e.norm)] for e in entries]
         sizes = [[*e.weight.shape, e.lora_A.shape[0]] for e in entries]
@@ -184,14 +188,6 @@ class NormTable:
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_R=tile.block_r,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-
-
-def _tl(dtype: torch.dtype) -> object:
-    return {
-        torch.float32: tl.float32,
-        torch.bfloat16: tl.bfloat16,
-        torch.float16: tl.float16,
-    }[dtype]
 
 
 def _blocks(sizes: list[list[int]], block_n: int) -> list[list[int]]:
