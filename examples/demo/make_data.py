@@ -27,7 +27,6 @@ from pathlib import Path
 from random import Random
 
 KEYS = ("name", "item", "qty", "city", "date")
-SYSTEM = "Write the order as JSON."
 HOLD_OUT_EVERY = 4
 """Each word list gives its every fourth entry to the held-out rows and the rest to training."""
 
@@ -275,8 +274,8 @@ def make_rows(n: int, held_out: bool, seed: int) -> list[dict[str, object]]:
 
 
 def to_row(sentence: str, order: Order) -> dict[str, object]:
-    roles = {"system": SYSTEM, "user": sentence, "assistant": order.answer()}
-    return {"messages": [{"role": role, "content": text} for role, text in roles.items()]}
+    turns = {"user": sentence, "assistant": order.answer()}
+    return {"messages": [{"role": role, "content": text} for role, text in turns.items()]}
 
 
 def write_jsonl(path: Path, rows: Sequence[dict[str, object]]) -> None:

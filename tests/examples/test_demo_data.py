@@ -33,8 +33,8 @@ def conversations(path: Path) -> list[tuple[str, dict[str, object]]]:
     """(sentence, record) of each row."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        system, user, assistant = json.loads(line)["messages"]
-        assert [m["role"] for m in (system, user, assistant)] == ["system", "user", "assistant"]
+        user, assistant = json.loads(line)["messages"]
+        assert (user["role"], assistant["role"]) == ("user", "assistant")
         found.append((user["content"], json.loads(assistant["content"])))
     return found
 
