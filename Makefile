@@ -12,7 +12,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 py
 	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format gpu-test bench clean
+.PHONY: help install demo test lint format gpu-test bench docs clean
 
 help:           ## show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -47,7 +47,13 @@ gpu-test: $(STAMP)  ## the tests marked gpu, on a machine that has one
 	$(BIN)/python -m pytest -q -m gpu
 
 bench: $(STAMP)     ## a training step timed: PEFT LoRA, PEFT DoRA, hirank DoRA
-	$(BIN)/python benchmarks/bench_train_step.py
+	$(BIN)/python -m pytest -q -n $(JOBS) tests/kernels
+	$(if $(MODEL),,$(BIN)/python examples/demo/prepare_model.py)
+	$(BIN)/hirank bench model --cpu --model $(or $(MODEL),.cache/smollm2-135m-instruct) \
+		--rank 64 --seq 512 --arms peft-lora,peft-dora,hirank-lora,hirank-dora
+
+docs: $(STAMP)      ## bring the tables of results in the texts up to date
+	$(BIN)/python scripts/tables.py
 
 clean:              ## remove what was installed and cached; runs/ stays
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache build dist

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
+from hirank.bench.cli import mount as mount_bench
 from hirank.errors import HirankError
 
 if TYPE_CHECKING:
@@ -178,6 +179,9 @@ def chat(
             converse(loaded, console)
         else:
             print(loaded.answer(prompt))
+
+
+mount_bench(app)
 
 
 @app.command()

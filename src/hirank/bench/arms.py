@@ -30,6 +30,7 @@ from hirank.errors import HirankError
 
 __all__ = [
     "ARMS",
+    "MAGNITUDE",
     "adapt",
     "autocast",
     "base_dtype",

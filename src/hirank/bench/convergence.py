@@ -48,7 +48,7 @@ class _Run:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Tensor]) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hirank.bench import arms as arms_
+from hirank.bench.compat import kept_keys_and_values
 from hirank.bench.model import agreements_of
 from hirank.bench.session import Result, Session, results
 from hirank.bench.settings import Decode, Prefill
@@ -37,11 +38,10 @@ def run_decode(settings: Decode, session: Session) -> list[Result]:
 
     def step(model: nn.Module, ids: Tensor) -> float:
         out = model(input_ids=ids, logits_to_keep=1, use_cache=True)
-        state = {"token": out.logits[:, -1:].argmax(-1), "past": out.past_key_values}
+        state = {"token": out.logits[:, -1:].argmax(-1), "kept": kept_keys_and_values(out)}
 
         def write() -> None:
-            past = state["past"]
-            out = model(input_ids=state["token"], past_key_values=past, use_cache=True)
+            out = model(input_ids=state["token"], **state["kept"], use_cache=True)
             state["token"] = out.logits[:, -1:].argmax(-1)
 
         return calls(write, settings.new, session.device) * settings.new

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["cache_bytes", "saved_bytes", "size"]
+__all__ = ["cache_bytes", "saved_bytes", "size", "state_bytes"]
 
 
 def size(tensors: Iterable[Tensor]) -> int:

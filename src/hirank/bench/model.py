@@ -7,7 +7,6 @@ otherwise a norm that is kept would never have to be computed.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,13 @@ from torch.nn import functional as F
 
 from hirank.adapters.peft import explain
 from hirank.bench import arms as arms_
+from hirank.bench.compat import checkpoint_blocks
 from hirank.bench.gate import Agreement, agreement
 from hirank.bench.memory import cache_bytes, saved_bytes, size, state_bytes
+from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
 from hirank.bench.settings import Model
-from hirank.bench.timing import Marks, Sample, busy_seconds, synchronize
+from hirank.bench.timing import Marks, Sample, synchronize
 
 __all__ = ["ARMS", "agreements_of", "run"]
 
@@ -117,7 +118,9 @@ def run(settings: Model, session: Session) -> list[Result]:
     arms = _arms(settings, session, models)
     agreements = agreements_of(models, next(iter(arms.values())).ids[0], session)
     more = {name: {"saved_bytes": count} for name, count in _saved(arms, settings).items()}
-    _set_checkpointing(models, settings.checkpointing)
+    if settings.checkpointing:
+        for model in models.values():
+            checkpoint_blocks(model)
     steps, samples = session.measure({name: arm.step for name, arm in arms.items()})
     for name in steps:
         walls = sorted(sample["wall_s"] for sample in samples[name])
@@ -173,12 +176,6 @@ def _nudge(model: nn.Module) -> None:
                 parameter.mul_(1 + 2.0**-10)
 
 
-def _set_checkpointing(models: dict[str, nn.Module], on: bool) -> None:
-    for model in models.values():
-        if on:
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-
-
 def _saved(arms: dict[str, _Arm], settings: Model) -> dict[str, int]:
     """Bytes kept by one forward without checkpointing, of at most so many tokens as asked."""
     count = min(settings.seq, settings.saved_tokens)
@@ -208,8 +205,8 @@ def _facts(arms: dict[str, _Arm], name: str, wall: float) -> dict[str, Any]:
         facts["route"] = explain(arm.model).summary()
     if arm.device.type == "cuda":
         facts["peak_bytes"] = _peak(arms, arm)
-        busy = busy_seconds(arm.step, arm.device)
-        facts |= {"busy_s": busy, "wall_over_busy": wall / busy if busy else math.nan}
+        facts |= profiled(arm.step, arm.device)
+        facts["wall_over_busy"] = wall / facts["busy_s"]
     return facts
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from hirank.bench import settings
 from hirank.errors import HirankError
 
-__all__ = ["BAD_INPUT", "DISAGREES", "main"]
+__all__ = ["BAD_INPUT", "DISAGREES", "INTERRUPTED", "main"]
 
-BAD_INPUT, DISAGREES = 2, 1
+BAD_INPUT, DISAGREES, INTERRUPTED = 2, 1, 130
 
 
 class Suite(NamedTuple):
@@ -35,7 +35,7 @@ SUITES = {
     "convergence": Suite(settings.Convergence, "convergence"),
 }
 # A few seconds on any CPU, nothing recorded: is it faster here?
-TINY = "model --model tiny --rank 64 --seq 128 --repeats 30 --limit 10 --out none".split()
+TINY = "model --model tiny --rank 64 --seq 128 --repeats 30 --limit 5 --out none".split()
 TINY_ARMS = "--arms peft-lora,peft-dora,hirank-lora,hirank-dora".split()
 
 
@@ -47,6 +47,9 @@ def main(arguments: Sequence[str], say: Callable[[str], None]) -> int:
     except HirankError as error:
         say(str(error))
         return BAD_INPUT
+    except KeyboardInterrupt:
+        say("Interrupted; what was recorded before is whole.")
+        return INTERRUPTED
 
 
 def _expanded(arguments: Sequence[str]) -> list[str]:
@@ -97,7 +100,9 @@ def _run(given: argparse.Namespace, arguments: Sequence[str], say: Callable[[str
     suite = SUITES[given.suite]
     wanted = list(settings.combinations(suite.settings, given))
     if given.repeats < 1 or given.warmup < 0:
-        raise HirankError(f"--repeats got {given.repeats}, --warmup {given.warmup}: give 1 and 0.")
+        raise HirankError(
+            f"--repeats got {given.repeats}, --warmup {given.warmup}: give at least 1 and 0."
+        )
     module = importlib.import_module(f"hirank.bench.{suite.module}")
     session = _session(given, module.ARMS, say)
     facts = _facts(session.device, given.commit, arguments)
@@ -107,6 +112,7 @@ def _run(given: argparse.Namespace, arguments: Sequence[str], say: Callable[[str
         found = getattr(module, suite.function)(one, session)
         agreed &= all(result.agrees for result in found)
         _keep(given, one, found, facts, say)
+        session.tidy()
     if not agreed:
         say("hirank and PEFT disagree (see above): no speed-up is claimed for those arms.")
     return 0 if agreed else DISAGREES

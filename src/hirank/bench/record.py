@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
     from hirank.bench.session import Result
 
-__all__ = ["append", "device_facts", "read", "records", "slug", "source_facts", "version_facts"]
+__all__ = [
+    "append",
+    "command_line",
+    "device_facts",
+    "read",
+    "records",
+    "slug",
+    "source_facts",
+    "version_facts",
+]
 
 _PACKAGES = ("torch", "triton", "transformers", "peft")
 
@@ -146,5 +155,9 @@ def _said(command: list[str]) -> str:
 
 def command_line(arguments: Iterable[str]) -> str:
     """The command to repeat, without folders that exist on one machine only."""
-    shown = [Path(word).name if Path(word).is_absolute() else word for word in arguments]
-    return " ".join(["python", "-m", "hirank.bench", *shown])
+    return " ".join(["python -m hirank.bench", *map(_portable, arguments)])
+
+
+def _portable(word: str) -> str:
+    option, equals, value = word.rpartition("=")
+    return option + equals + (Path(value).name if Path(value).is_absolute() else value)

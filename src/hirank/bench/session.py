@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,12 @@ class Session:
             self.say(f"loading {name} on {self.device}")
             self._bases[name] = load_base(name, self.device)
         return self._bases[name]
+
+    def tidy(self) -> None:
+        """Let go of the arms that were measured, before the next are built."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def measure(
         self, steps: Mapping[str, Callable[[], Sample]]

@@ -5,8 +5,8 @@ A text marks the place; everything between the two lines is replaced:
     <!-- results: nvidia-h200/model rank=384 checkpointing=on -->
     <!-- /results -->
 
-The name is a results file without its ending; settings after it choose among its records. Where a
-measurement was repeated, the newest counts.
+The name is a results file without its ending; settings after it, and arm=..., choose among its
+records. Where a measurement was repeated, the newest counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from hirank.bench.record import read
 from hirank.errors import HirankError
 
-__all__ = ["filled", "table"]
+__all__ = ["filled", "table", "written"]
 
 Records = Sequence[dict[str, Any]]
 _BLOCK = re.compile(r"(<!-- results: *([^\s>]+)([^>]*?) *-->\n)(.*?)(<!-- /results -->)", re.S)
@@ -54,10 +54,9 @@ def _error(value: float) -> str:
 
 
 COLUMNS = (
-    Column("in", "in", str),
-    Column("out", "out", str),
     Column("step ms", "wall_s.p50", _milliseconds),
     Column("GPU busy ms", "busy_s", _milliseconds),
+    Column("of it products and attention ms", "matrix_s", _milliseconds),
     Column("wall / busy", "wall_over_busy", _number),
     Column("forward + backward ms", "both_s.p50", _milliseconds),
     Column("forward ms", "forward_s.p50", _milliseconds),
@@ -85,25 +84,28 @@ COLUMNS = (
 def table(found: Records) -> str:
     """A markdown table: settings that vary, the arm, and every column that has a number."""
     rows = newest(found)
-    names = varying([row["settings"] for row in rows])
+    names = varying([said(row) for row in rows])
     columns = [
         c for c in COLUMNS if any(value_at(row["metrics"], c.path) is not None for row in rows)
     ]
     head = [*names, "arm", *(column.title for column in columns)]
     lines = [head, ["---"] * (len(names) + 1) + ["---:"] * len(columns)]
     for row in rows:
-        said = [written(row["settings"][name]) for name in names]
-        lines.append([*said, row["arm"], *(_cell(row, column) for column in columns)])
+        lead = [written(said(row)[name]) for name in names]
+        lines.append([*lead, row["arm"], *(_cell(row, column) for column in columns)])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
+def said(row: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a record; of a set of shapes, the one that was measured."""
+    settings: dict[str, Any] = row["settings"]
+    return settings | {key: row["metrics"][key] for key in ("in", "out") if key in row["metrics"]}
+
+
 def newest(found: Records) -> list[dict[str, Any]]:
-    """The last record of each arm and settings, in the order of their first appearance."""
-    latest: dict[tuple[str, ...], dict[str, Any]] = {}
-    for row in found:
-        shape = (row["metrics"].get("in"), row["metrics"].get("out"))
-        latest[(str(row["settings"]), str(shape), row["arm"])] = row
-    return list(latest.values())
+    """The last run of each settings: arms of different runs were not measured side by side."""
+    latest = {str(said(row)): row["date"] for row in found}
+    return [row for row in found if row["date"] == latest[str(said(row))]]
 
 
 def varying(settings: Sequence[dict[str, Any]]) -> list[str]:
@@ -157,7 +159,7 @@ def _block(results: Path, name: str, wanted: Iterable[str]) -> str:
 
 
 def _setting(row: dict[str, Any], key: str) -> str:
-    return row["arm"] if key == "arm" else written(row["settings"].get(key))
+    return row["arm"] if key == "arm" else written(said(row).get(key))
 
 
 def provenance(rows: Records) -> str:
@@ -169,7 +171,7 @@ def provenance(rows: Records) -> str:
     common = ", ".join(
         f"{name.replace('_', ' ')} {written(value)}"
         for name, value in last["settings"].items()
-        if name not in varying([row["settings"] for row in rows])
+        if name not in varying([said(row) for row in rows])
     )
     source = f" at commit {last['commit'][:10]}" if last.get("commit") else ""
     return f"{where}; {with_}{source}, {last['date'][:10]}. {common.capitalize()}."

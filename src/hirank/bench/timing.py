@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Marks", "busy_seconds", "calls", "interleaved", "quantiles", "ratios", "synchronize"]
+__all__ = ["Marks", "Sample", "calls", "interleaved", "quantiles", "ratios", "synchronize"]
 
 Sample = dict[str, float]
 
@@ -123,29 +123,3 @@ def ratios(samples: Mapping[str, Sequence[Sample]], key: str) -> dict[str, dict[
         }
         for name, mine in samples.items()
     }
-
-
-def busy_seconds(run: Callable[[], object], device: torch.device) -> float | None:
-    """Seconds in which the GPU had anything to do during `run()`; None without a GPU.
-
-    The union of all intervals of kernels, copies and fills, so overlap counts once.
-    """
-    if device.type != "cuda":
-        return None
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-        synchronize(device)
-    events = profiler.events() or ()
-    spans = (e.time_range for e in events if e.device_type.name == "CUDA")
-    return covered((span.start, span.end) for span in spans) / 1e6
-
-
-def covered(spans: Iterator[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

@@ -1,0 +1,24 @@
+"""Names that differ between versions of Transformers (5.17 to 5.24), in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["checkpoint_blocks", "kept_keys_and_values"]
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Recompute each block's activations in the backward pass, the non-reentrant way."""
+    model_: Any = model
+    if hasattr(model_, "activation_checkpointing_enable"):
+        model_.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model_.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def kept_keys_and_values(output: Any) -> dict[str, Any]:
+    """What to pass on with the next token, by the name that this version wants."""
+    name = "cache" if "cache" in output else "past_key_values"
+    return {name: output[name]}

@@ -1,0 +1,175 @@
+"""The command line: every suite runs, says a table and leaves records; bad input is a sentence."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hirank.bench import gate, tables
+from hirank.bench.options import BAD_INPUT, DISAGREES, main
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--cpu", "--repeats", "1", "--warmup", "1"]
+SUITES = {
+    "model": ["--seq", "16", "--rank", "4", "--accumulation", "2"],
+    "layer": ["--shape", "tiny", "--rank", "4", "--tokens", "8", "--calls", "1"],
+    "norm": ["--shape", "48x32", "--rank", "4", "--calls", "1"],
+    "compose": ["--features", "32", "--tokens", "8", "--calls", "1"],
+    "prefill": ["--seq", "16", "--rank", "4"],
+    "decode": ["--prompt", "4", "--new", "2", "--batch", "1,2", "--rank", "4"],
+    "init": ["--rank", "4"],
+    "convergence": ["--text", str(ROOT / "README.md"), "--seq", "16", "--steps", "3"],
+}
+
+
+class Lines(list):
+    """What was said, as a whole."""
+
+    def __str__(self) -> str:
+        return "\n".join(self)
+
+
+def bench(*arguments: str) -> tuple[int, str]:
+    said = Lines()
+    return main(arguments, said.append), str(said)
+
+
+def rows(said: str) -> list[list[str]]:
+    lines = [line for line in said.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def recorded(folder: Path) -> list[dict]:
+    (file,) = folder.rglob("*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_d20_a_tiny_benchmark_in_a_process_of_its_own():
+    command = [sys.executable, "-m", "hirank.bench", "--tiny", "--cpu"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=ROOT, env={"PYTHONPATH": "src"}
+    )
+    assert done.returncode == 0, done.stderr
+    head, _, *body = rows(done.stdout)
+    found = {row[head.index("arm")]: dict(zip(head, row, strict=True)) for row in body}
+    assert {"peft-lora", "peft-dora", "hirank-dora"} <= set(found)
+    for row in found.values():
+        numbers = [row[name] for name in ("step ms", "saved MB", "× PEFT LoRA")]
+        assert all(re.match(r"[\d.,]+( ×)?$", number) for number in numbers)
+    assert found["hirank-dora"]["norms per layer"] == "1"
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suite(suite: str, tmp_path: Path, tiny_model_dir: Path):
+    settings = [*SUITES[suite], "--out", str(tmp_path)]
+    if suite not in ("layer", "norm", "compose"):
+        settings += ["--model", str(tiny_model_dir)]
+    code, said = bench(suite, *SMALL, *settings)
+    assert code == 0, said
+    found = recorded(tmp_path)
+    arms = {row[rows(said)[0].index("arm")] for row in rows(said)} - {"arm", "---"}
+    assert {one["arm"] for one in found} == arms
+    for one in found:
+        assert one["suite"] == suite
+        assert {"settings", "metrics", "device", "versions", "commit", "dirty", "date"} <= set(one)
+        assert str(ROOT) not in json.dumps(one) and str(tmp_path) not in json.dumps(one)
+
+
+def test_norms_once_a_step_with_accumulation_and_checkpointing(
+    tmp_path: Path, tiny_model_dir: Path
+):
+    settings = ["--seq", "8", "--rank", "4", "--accumulation", "4", "--checkpointing", "on"]
+    settings += ["--optimizer", "on,off", "--dropout", "0,0.1", "--arms", "peft-dora,hirank-dora"]
+    settings += ["--model", str(tiny_model_dir)]
+    code, said = bench("model", *SMALL, *settings, "--out", str(tmp_path))
+    assert code == 0, said
+    ours = [one for one in recorded(tmp_path) if one["arm"] == "hirank-dora"]
+    assert len(ours) == 4
+    assert [one["metrics"]["norms_per_layer"] for one in ours] == [1, 1, 1, 1]
+    assert {one["metrics"]["wall_s"]["n"] for one in ours} == {1}
+
+
+def test_no_ratio_without_agreement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model_dir: Path
+):
+    monkeypatch.setattr(gate, "relative_rms", lambda actual, truth: 0.5)
+    settings = [*SUITES["model"], "--model", str(tiny_model_dir), "--out", str(tmp_path)]
+    code, said = bench("model", *SMALL, *settings)
+    assert code == DISAGREES and "no speed-up is claimed" in said
+    (ours,) = (one for one in recorded(tmp_path) if one["arm"] == "hirank-dora")
+    assert ours["metrics"]["ratio"] == {} and ours["metrics"]["agreement"]["agrees"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["model", "--model", "nowhere"], "--model got 'nowhere'"),
+        (["model", "--rank", "x"], "--rank got 'x'"),
+        (["model", "--rank", "-4"], "--rank got -4"),
+        (["model", "--optimizer", "yes"], "give on or off"),
+        (["model", "--arms", "mine"], "choose from base"),
+        (["model", "--loss-tokens", "1"], "no next token"),
+        (["model", "--repeats", "0"], "--repeats got 0"),
+        (["layer", "--shape", "4096"], "IN x OUT"),
+        (["convergence"], "give a text file"),
+        (["compose", "--features", "8", "--tokens", "4", "--out", "/dev/null/x"], "--out"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], sentence: str):
+    code, said = bench(arguments[0], *SMALL, *arguments[1:])
+    assert code == BAD_INPUT
+    assert sentence in said.splitlines()[-1] and "Traceback" not in said
+
+
+def test_help_lists_settings(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["model", "--help"], print)
+    assert "--loss-tokens" in capsys.readouterr().out
+
+
+def test_texts_show_what_the_results_say():
+    command = [sys.executable, "scripts/tables.py", "--check"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": "src"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def record(arm: str, date: str, rank: int, seconds: float) -> dict:
+    times = {"p20": seconds, "p50": seconds, "p80": seconds, "n": 1}
+    return {
+        "suite": "model",
+        "arm": arm,
+        "settings": {"rank": rank, "optimizer": True},
+        "metrics": {"wall_s": times, "ratio": {"peft-lora": 2.0} if arm != "peft-lora" else {}},
+        "device": {"kind": "gpu", "name": "GPU"},
+        "versions": {"torch": "2", "triton": None},
+        "commit": "0123456789abcdef",
+        "date": date,
+    }
+
+
+def test_a_text_is_filled_from_the_newest_run(tmp_path: Path):
+    lines = [
+        record("peft-lora", "2026-01-01", 4, 1.0),
+        record("base", "2026-01-01", 4, 0.5),
+        record("peft-lora", "2026-01-02", 4, 3.0),
+        record("hirank-dora", "2026-01-02", 4, 6.0),
+        record("peft-lora", "2026-01-02", 8, 9.0),
+    ]
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu/model.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    text = "before\n<!-- results: gpu/model rank=4 -->\nold\n<!-- /results -->\nafter\n"
+    new = tables.filled(text, tmp_path)
+    assert rows(new)[2:] == [["peft-lora", "3,000", "1"], ["hirank-dora", "6,000", "2.00 ×"]]
+    assert "old" not in new and new.startswith("before\n") and new.endswith("\nafter\n")
+    assert "GPU; torch 2 at commit 0123456789, 2026-01-02. Rank 4, optimizer on." in new
+    assert tables.filled(new, tmp_path) == new
+
+
+def test_settings_that_vary_are_columns(tmp_path: Path):
+    found = [record("base", "2026-01-01", rank, 1.0) for rank in (4, 8)]
+    assert rows(tables.table(found))[0][:2] == ["rank", "arm"]
