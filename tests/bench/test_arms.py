@@ -112,3 +112,10 @@ def test_kept_norms_are_counted(models):
     magnitudes = [weight for name, weight in weights if arms_.MAGNITUDE in name]
     assert cache_bytes(models["hirank-dora"]) >= size(magnitudes)
     assert cache_bytes(models["peft-dora"]) == 0
+
+
+def test_a_result_that_is_not_finite_disagrees_and_can_be_recorded():
+    out = torch.ones(2)
+    found = check("peft-lora", (out * float("nan"), {}), (out, {"a": out}), torch.float32)
+    assert not found.agrees
+    assert found.record()["outputs"] is None and found.record()["gradients"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
@@ -46,7 +47,10 @@ class Agreement:
 
     def record(self) -> dict[str, object]:
         """As a results file keeps it."""
-        return asdict(self)
+        said = asdict(self)
+        for key in ("outputs", "gradients"):  # JSON knows no infinity
+            said[key] = said[key] if math.isfinite(said[key]) else None
+        return said
 
 
 def relative_rms(actual: Tensor, truth: Tensor) -> float:

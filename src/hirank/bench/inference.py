@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hirank.bench import arms as arms_
 from hirank.bench.compat import kept_keys_and_values
 from hirank.bench.model import agreements_of
+from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
 from hirank.bench.settings import Decode, Prefill
 from hirank.bench.timing import Sample, calls
@@ -70,8 +71,9 @@ def _run(
 
         return step
 
-    _, samples = session.measure({name: step_of(model) for name, model in models.items()})
-    return results(samples, "wall_s", agreements=agreements)
+    steps, samples = session.measure({name: step_of(model) for name, model in models.items()})
+    more = {name: profiled(step, session.device) for name, step in steps.items()}
+    return results(samples, "wall_s", agreements=agreements, more=more)
 
 
 def _prompt(base: Any, batch: int, length: int, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hirank.bench import arms as arms_
 from hirank.bench.gate import agreement
 from hirank.bench.memory import saved_bytes
+from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
 from hirank.bench.settings import Layer
 from hirank.bench.shapes import linears
@@ -62,7 +63,7 @@ def _one_shape(n_in: int, n_out: int, settings: Layer, session: Session) -> list
         session.say(f"{n_in}x{n_out} {name} {found}")
     steps = {name: _step(model, x, dy, settings, device) for name, model in models.items()}
     _, samples = session.measure(steps)
-    more = {name: _saved(models[name], x, device) for name in samples}
+    more = {name: _facts(models[name], x, dy, device) for name in samples}
     return results(samples, "both_s", agreements=agreements, more=more)
 
 
@@ -97,7 +98,11 @@ def _step(
     return step
 
 
-def _saved(model: nn.Module, x: Tensor, device: torch.device) -> dict[str, Any]:
-    """Bytes kept for the backward, besides weights and the input."""
+def _facts(model: nn.Module, x: Tensor, dy: Tensor, device: torch.device) -> dict[str, Any]:
+    """Bytes kept for the backward besides weights and the input; what a GPU does in one call."""
     owned = [*model.parameters(), x]
-    return {"saved_bytes": saved_bytes(lambda: _forward(model, x, device), owned)}
+    saved = saved_bytes(lambda: _forward(model, x, device), owned)
+    facts = {"saved_bytes": saved} | profiled(lambda: _both(model, x, dy, device), device)
+    for parameter in arms_.trainable(model).values():
+        parameter.grad = None
+    return facts

@@ -8,6 +8,7 @@ otherwise a norm that is kept would never have to be computed.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,39 +194,41 @@ def _saved(arms: dict[str, _Arm], settings: Model) -> dict[str, int]:
 
 
 def _facts(arms: dict[str, _Arm], name: str, wall: float) -> dict[str, Any]:
-    """One more step of an arm: norms, peak and resident bytes, time the GPU is busy."""
+    """One more step of an arm, watched: norms, peak and resident bytes, what the GPU did."""
     arm = arms[name]
     own = list(arms_.trainable(arm.model).values())
-    state = 0 if arm.optimizer is None else state_bytes(arm.optimizer, own)
     facts: dict[str, Any] = {
-        "resident_bytes": size(own) + state + cache_bytes(arm.model),
-        **_norms_of(arm),
+        "resident_bytes": size(own) + _state(arm, own) + cache_bytes(arm.model)
     }
+    before, _ = arms_.computed_norms(arm.model)
+    facts |= _watched(arms, arm, wall)
+    after, layers = arms_.computed_norms(arm.model)
+    if layers and "dora" in name:
+        facts["norms_per_layer"] = (after - before) / layers
     if name.startswith("hirank"):
         facts["route"] = explain(arm.model).summary()
-    if arm.device.type == "cuda":
-        facts["peak_bytes"] = _peak(arms, arm)
-        facts |= profiled(arm.step, arm.device)
-        facts["wall_over_busy"] = wall / facts["busy_s"]
     return facts
 
 
-def _norms_of(arm: _Arm) -> dict[str, float]:
-    """Norm computations a layer in one step, where hirank keeps norms. Takes a step."""
-    before, _ = arms_.computed_norms(arm.model)
-    arm.step()
-    after, layers = arms_.computed_norms(arm.model)
-    kept = layers and "dora" in arm.name
-    return {"norms_per_layer": (after - before) / layers} if kept else {}
+def _watched(arms: dict[str, _Arm], arm: _Arm, wall: float) -> dict[str, Any]:
+    """A step under the profiler on a GPU, with the allocator's peak as if the arm were alone."""
+    if arm.device.type != "cuda":
+        arm.step()
+        return {}
+    torch.cuda.reset_peak_memory_stats(arm.device)
+    facts = profiled(arm.step, arm.device)
+    peak = torch.cuda.max_memory_allocated(arm.device) - _held_by_others(arms, arm)
+    return facts | {"wall_over_busy": wall / facts["busy_s"], "peak_bytes": peak}
 
 
-def _peak(arms: dict[str, _Arm], arm: _Arm) -> int:
-    """Peak of allocated bytes in a step, less what only other arms hold: as if it were alone."""
+def _held_by_others(arms: dict[str, _Arm], arm: _Arm) -> int:
+    """Bytes that only other arms need: their norms, and weights with state that are not ours."""
     others = sum(cache_bytes(other.model) for other in arms.values() if other is not arm)
     own = {id(p) for p in arms_.trainable(arm.model).values()}
     everyone = {p for other in arms.values() for p in arms_.trainable(other.model).values()}
     foreign = [p for p in everyone if id(p) not in own]
-    held = size(foreign) + (state_bytes(arm.optimizer, foreign) if arm.optimizer else 0)
-    torch.cuda.reset_peak_memory_stats(arm.device)
-    arm.step()
-    return torch.cuda.max_memory_allocated(arm.device) - others - held
+    return others + size(foreign) + _state(arm, foreign)
+
+
+def _state(arm: _Arm, parameters: Iterable[Tensor]) -> int:
+    return 0 if arm.optimizer is None else state_bytes(arm.optimizer, parameters)

@@ -34,8 +34,10 @@ SUITES = {
     "init": Suite(settings.Init, "init"),
     "convergence": Suite(settings.Convergence, "convergence"),
 }
-# A few seconds on any CPU, nothing recorded: is it faster here?
-TINY = "model --model tiny --rank 64 --seq 128 --repeats 30 --limit 5 --out none".split()
+# Seconds on any CPU, even a busy one: threads would wait for each other there. Records nothing.
+TINY = (
+    "model --model tiny --rank 64 --seq 128 --threads 1 --repeats 30 --limit 5 --out none".split()
+)
 TINY_ARMS = "--arms peft-lora,peft-dora,hirank-lora,hirank-dora".split()
 
 
@@ -80,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--cpu", dest="device", action="store_const", const="cpu")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU; [PyTorch's choice]")
     parser.add_argument("--arms", metavar="ARM[,...]", help="only these, in this order")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds that count")
     parser.add_argument("--warmup", type=int, default=1, metavar="N", help="rounds that do not")
@@ -132,6 +135,8 @@ def _session(
     for name in arms or ():
         if name not in available:
             raise HirankError(f"--arms got {name!r}: choose from {', '.join(available)}.")
+    if given.threads is not None:
+        torch.set_num_threads(max(1, given.threads))
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     return Session(device, arms, given.repeats, given.warmup, given.limit, say)
 

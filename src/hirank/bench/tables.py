@@ -57,6 +57,7 @@ COLUMNS = (
     Column("step ms", "wall_s.p50", _milliseconds),
     Column("GPU busy ms", "busy_s", _milliseconds),
     Column("of it products and attention ms", "matrix_s", _milliseconds),
+    Column("launches", "launches", _number),
     Column("wall / busy", "wall_over_busy", _number),
     Column("forward + backward ms", "both_s.p50", _milliseconds),
     Column("forward ms", "forward_s.p50", _milliseconds),
