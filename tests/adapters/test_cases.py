@@ -389,7 +389,7 @@ def test_d54_gradients_do_not_depend_on_checkpointing():
     def grads(checkpointing):
         model = wrap_llama()
         if checkpointing is not None:
-            model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+            checkpoint(model, use_reentrant=checkpointing)
             model.enable_input_require_grads()
         model.train()(input_ids=ids, labels=ids).loss.backward()
         return {n: p.grad for n, p in trainables(model).items()}
@@ -401,6 +401,13 @@ def test_d54_gradients_do_not_depend_on_checkpointing():
         assert all(torch.equal(plain[n], other[n]) for n in plain)
 
 
+def checkpoint(model, use_reentrant):
+    """By the name Transformers 5.24 has for it, or by that of 5.17."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": use_reentrant})
+
+
 def wrap_llama(**config):
     torch.manual_seed(0)
     return perturb(hirank.accelerate(all_linear(tiny_llama(), **config)))
@@ -409,7 +416,7 @@ def wrap_llama(**config):
 def test_d54_one_norm_a_layer_and_step():
     """Accumulation over 4 micro-batches with checkpointing: still one norm a layer and step."""
     model = wrap_llama().train()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint(model, use_reentrant=False)
     model.enable_input_require_grads()
     optimizer = torch.optim.AdamW(trainables(model).values(), lr=1e-3, fused=True)
     layers = [m for m in model.modules() if hasattr(m, "_hirank_norms")]

@@ -157,6 +157,10 @@ def test_frozen_magnitude_saves_no_output_and_trains_the_rest():
     assert torch.equal(leaves["lora_B"].grad, full["lora_B"].grad)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "unpack"),
+    reason="torch < 2.13 cannot look behind one overwritten tensor; there it is an error",
+)
 def test_output_overwritten_in_place_by_later_code():
     """ReLU(inplace=True) behind the layer, as PEFT allows: dm is then computed from the inputs."""
     case = LinearCase.make((9, 24, 16, 3)).to(torch.float64, DEVICE)
@@ -197,7 +201,7 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_parameters_
         got = results(ours, case)
     assert got["out"].dtype == torch.bfloat16
     assert all(got[f"d{name}"].dtype == torch.float32 for name in case.leaves())
-    truth = results(plain_dora_linear, case.to(torch.float64))
+    truth = results(plain_dora_linear, case.to(torch.float64, DEVICE))
     for name, value in truth.items():
         assert (got[name].double() - value).norm() / value.norm() < 2.0**-6, name
 

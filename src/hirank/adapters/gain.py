@@ -77,6 +77,8 @@ class NormCache:
     """The norm of one adapter on one layer. Holds a few vectors; never saved with a model."""
 
     source: Source = field(default=lambda: None, repr=False)
+    owner: Callable[[], Any] = field(default=lambda: None, repr=False)
+    """The layer it belongs to, which a copied cache has lost."""
     _base: _Base | None = field(default=None, repr=False)
     _mark: tuple[Any, ...] | None = field(default=None, repr=False)
     _prints: tuple[Tensor, Tensor] | None = field(default=None, repr=False)

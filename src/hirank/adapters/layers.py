@@ -37,10 +37,11 @@ class Adapter(NamedTuple):
     magnitude: Tensor | None  # [N]; None: plain LoRA
     scale: float
     dropout: nn.Module | None  # None: not in play
-    norms: NormCache
+    norms: NormCache | None  # None with plain LoRA
 
 
 def _norm(adapter: Adapter, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    assert adapter.norms is not None
     return adapter.norms.norm(weight, adapter.lora_A, adapter.lora_B, adapter.scale, dtype)
 
 

@@ -116,15 +116,16 @@ def _adapter(layer: Any, name: str) -> Adapter:
         magnitude,
         layer.scaling[name],
         None if isinstance(dropout, nn.Identity) else dropout,
-        _norms(layer, name),
+        None if magnitude is None else _norms(layer, name),
     )
 
 
 def _norms(layer: Any, name: str) -> NormCache:
     norms: NormCache | None = layer._hirank_norms.get(name)
-    if norms is None or norms.source() is None:  # new, or a copy made with its layer
-        source = functools.partial(_norm_inputs, weakref.ref(layer), name)
-        norms = layer._hirank_norms[name] = NormCache(source)
+    if norms is None or norms.owner() is not layer:  # new, or a copy made with its layer
+        owner = weakref.ref(layer)
+        source = functools.partial(_norm_inputs, owner, name)
+        norms = layer._hirank_norms[name] = NormCache(source, owner)
     return norms
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["ELEMENTWISE", "NORM", "Elementwise", "Norm"]
+__all__ = ["GAIN_BACKWARD", "GAIN_FORWARD", "NORM", "Elementwise", "Norm"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,9 @@ class Elementwise:
         return -(-rows // self.block_m) * self.block_m
 
 
-ELEMENTWISE = Elementwise(block_m=16, block_n=256, num_warps=8, programs=132 * 8)
+# Best of 40 tiles at 4096 x 4096 and 4096 x 12288 on an H200 (Triton 3.6).
+GAIN_FORWARD = Elementwise(block_m=16, block_n=512, num_warps=8, programs=132 * 8)
+GAIN_BACKWARD = Elementwise(block_m=32, block_n=64, num_warps=4, programs=132 * 8)
 
 
 @dataclass(frozen=True)

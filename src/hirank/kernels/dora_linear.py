@@ -162,8 +162,13 @@ def _saved(ctx: Any) -> list[Tensor | None]:
     """What forward saved; y comes back as None if later code overwrote it in place."""
     try:
         return list(ctx.saved_tensors)
-    except RuntimeError:
-        *rest, _ = ctx._raw_saved_tensors
+    except RuntimeError as error:
+        *rest, last = ctx._raw_saved_tensors
+        if not hasattr(last, "unpack"):  # torch < 2.13
+            raise RuntimeError(
+                "The output of an adapted layer, or a weight of its adapter, was modified by an "
+                "inplace operation before the backward pass; use torch 2.13, or avoid that."
+            ) from error
         return [*(s.unpack() for s in rest), None]  # any other overwritten tensor still raises
 
 

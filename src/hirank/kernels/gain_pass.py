@@ -30,7 +30,7 @@ from torch import Tensor
 
 from hirank.kernels._ops import register_op
 from hirank.kernels._triton import dot_type, jit, tl, triton
-from hirank.kernels._tuning import ELEMENTWISE
+from hirank.kernels._tuning import GAIN_BACKWARD, GAIN_FORWARD
 from hirank.kernels.dora_norm import dora_gain
 
 __all__ = ["gain_backward", "gain_backward_ref", "gain_forward_", "gain_forward_ref_"]
@@ -203,7 +203,7 @@ def _launch_forward_(u: Tensor, magnitude: Tensor, norm: Tensor, bias: Tensor | 
     M, N = u.shape
     if u.numel() == 0:
         return None
-    tile = ELEMENTWISE
+    tile = GAIN_FORWARD
     grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, tile.block_n))
     _forward_kernel[grid](
         u, magnitude, norm, bias if bias is not None else u, M, N,
@@ -234,7 +234,7 @@ def _launch_backward(
     dm = magnitude.new_empty(N if need_dm else 0)
     if M == 0:
         return t, dm.zero_()
-    tile = ELEMENTWISE
+    tile = GAIN_BACKWARD
     reads_y = need_dm and y is not None
     columns = triton.cdiv(N, tile.block_n)
     rows = tile.rows(M, columns)

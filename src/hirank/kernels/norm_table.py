@@ -49,6 +49,15 @@ def _hash(bits, position):
 
 
 @jit
+def _bits(address, offset, count, WIDE: tl.constexpr):
+    if WIDE:
+        p = address.to(tl.pointer_type(tl.int32)) + offset
+    else:
+        p = address.to(tl.pointer_type(tl.int16)) + offset
+    return tl.load(p, mask=offset < count, other=0).to(tl.int32)
+
+
+@jit
 def _print_kernel(
     new, following, pointers, sizes, chunks,
     WIDE: tl.constexpr, W_WIDE: tl.constexpr, CHUNK: tl.constexpr,
@@ -64,27 +73,13 @@ def _print_kernel(
         address = tl.load(pointers + layer * 4)
         count = n * k
         offset = offset * tl.maximum(count // CHUNK, 1)
-        if W_WIDE:
-            bits = tl.load(
-                address.to(tl.pointer_type(tl.int32)) + offset, mask=offset < count, other=0
-            )
-        else:
-            bits = tl.load(
-                address.to(tl.pointer_type(tl.int16)) + offset, mask=offset < count, other=0
-            )
+        bits = _bits(address, offset, count, W_WIDE)
     else:
         address = tl.load(pointers + layer * 4 + 1 + kind)
         count = tl.where(kind == 0, r * k, n * r)
-        if WIDE:
-            bits = tl.load(
-                address.to(tl.pointer_type(tl.int32)) + offset, mask=offset < count, other=0
-            )
-        else:
-            bits = tl.load(
-                address.to(tl.pointer_type(tl.int16)) + offset, mask=offset < count, other=0
-            )
+        bits = _bits(address, offset, count, WIDE)
     position = offset.to(tl.int32) + kind * 1013904223
-    value = tl.where(offset < count, _hash(bits.to(tl.int32), position), 0)
+    value = tl.where(offset < count, _hash(bits, position), 0)
     tl.atomic_add(new + layer, tl.sum(value, axis=0))
     if (kind == 0) & (index == 0):
         tl.store(following + layer, 0)
