@@ -222,7 +222,7 @@ class _Group:
         return next(found, 0)
 
     def refresh(self) -> None:
-        """Two launches; and a new table first if a tensor moved or a scale changed."""
+        """Three launches; and a new table first if a tensor moved or a scale changed."""
         caches, entries, marks = self._survey()
         if self._table is None or self.stale or marks != self._marks:
             for cache in caches:

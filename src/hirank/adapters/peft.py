@@ -38,17 +38,21 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class FastLinear(peft_lora.Linear):
     """PEFT's `lora.Linear` over `nn.Linear`, computed by hirank. Made by `accelerate` only."""
 
+    _hirank_known: "_Known | None"  # the last route, for as long as it holds
     _hirank_norms: dict[str, NormCache]
     _hirank_base: Tensor | None  # the base weight while adapters are merged into it
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:  # adapter_names, aLoRA offsets, or a base layer with more arguments
             return super().forward(x, *args, **kwargs)
-        if route(self).tier == "peft":
+        known = self._hirank_known
+        if known is None or not known.holds(self):
+            known = self._hirank_known = _Known(self)
+        if known.tier == "peft":
             return super().forward(x)
-        base: Any = self.base_layer
-        adapters = [_adapter(self, name) for name in _present(self)]
-        if len(adapters) == 1 and adapters[0].dropout is None:
+        base = known.base
+        adapters = [_adapter(self, name) for name in known.names]
+        if known.tier == "owned":
             return owned_forward(x, base.weight, base.bias, adapters[0])
         return composed_forward(x, base, base.weight, base.bias, adapters)
 
@@ -199,6 +203,45 @@ def _adapter_obstacle(layer: Any, name: str) -> str | None:
     return None
 
 
+class _Known:
+    """The route of a layer and what it rests on, so that the next call need not ask again."""
+
+    __slots__ = ("active", "base", "modules", "names", "scales", "tier", "training")
+
+    def __init__(self, layer: Any) -> None:
+        self.tier = route(layer).tier
+        self.names = _present(layer)
+        self.active = layer.active_adapters[:]
+        self.training = layer.training
+        self.base = layer.base_layer
+        self.scales = [layer.scaling[name] for name in self.names]
+        self.modules = [self.base, *self._parts(layer)]
+
+    def _parts(self, layer: Any) -> list[nn.Module]:
+        own = layer._modules
+        lists = [own["lora_A"], own["lora_B"], own["lora_magnitude_vector"], own["lora_dropout"]]
+        return [found[name] for name in self.names for found in lists if name in found._modules]
+
+    def holds(self, layer: Any) -> bool:
+        """Whether nothing has changed that could change the route."""
+        return (
+            self.tier != "peft"
+            and layer.training == self.training
+            and layer.active_adapters == self.active
+            and not layer._disable_adapters
+            and not layer.merged_adapters
+            and [layer._modules["base_layer"], *self._parts(layer)] == self.modules
+            and [layer.scaling[name] for name in self.names] == self.scales
+            and not any(map(_changed, self.modules))
+            and not self.base.weight.requires_grad
+        )
+
+
+def _changed(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return _hooked(module) or (weight is not None and not _plain_tensor(weight))
+
+
 def route(layer: Any) -> Route:
     """The way this layer's next plain call takes."""
     if layer.disable_adapters:
@@ -275,7 +318,7 @@ def _convert(layer: Any) -> None:
     known = type(layer) is peft_lora.Linear and type(layer.base_layer) is nn.Linear
     if known:
         layer.__class__ = FastLinear
-        layer._hirank_norms, layer._hirank_base = {}, None
+        layer._hirank_norms, layer._hirank_base, layer._hirank_known = {}, None, None
     elif type(layer) is not FastLinear:
         return
     for norms in layer._hirank_norms.values():
@@ -324,7 +367,7 @@ def restore(model: Model) -> Model:
             if merged:
                 layer.unmerge()
             layer.__class__ = peft_lora.Linear
-            del layer._hirank_norms, layer._hirank_base
+            del layer._hirank_norms, layer._hirank_base, layer._hirank_known
             if merged:
                 layer.merge(adapter_names=merged)
     return model

@@ -34,8 +34,10 @@ class Norm:
     block_n: int
     block_k: int
     block_r: int
+    split_k: int
+    """Columns of W a program takes in all, a multiple of block_k."""
     num_warps: int
     num_stages: int
 
 
-NORM = Norm(block_n=64, block_k=128, block_r=64, num_warps=4, num_stages=3)
+NORM = Norm(block_n=64, block_k=128, block_r=32, split_k=512, num_warps=4, num_stages=3)

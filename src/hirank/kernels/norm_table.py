@@ -1,4 +1,4 @@
-"""The row norms of many layers at once, computed again only where weights changed: two launches.
+"""The row norms of many layers at once, computed again only where weights changed: three launches.
 
     print[l] = sum of hash(bits, position) over all of A and B and a sample of W, modulo 2^32
     norm[l]  = || W[n] + s B[n] A ||      where print[l] differs from the last one, else untouched
@@ -27,6 +27,7 @@ from hirank.kernels._tuning import NORM
 __all__ = ["NormEntry", "NormTable"]
 
 _CHUNK = 8192  # elements hashed by one program
+_ROOT = 1024  # rows whose parts one program adds up
 
 
 class NormEntry(NamedTuple):
@@ -65,9 +66,9 @@ def _print_kernel(
     # one program hashes one chunk of A (kind 0), of B (kind 1), or a strided sample of W (kind 2)
     p_chunk = chunks + tl.program_id(0) * 3
     layer, kind, index = tl.load(p_chunk), tl.load(p_chunk + 1), tl.load(p_chunk + 2)
-    n = tl.load(sizes + layer * 3).to(tl.int64)
-    k = tl.load(sizes + layer * 3 + 1).to(tl.int64)
-    r = tl.load(sizes + layer * 3 + 2).to(tl.int64)
+    n = tl.load(sizes + layer * 5).to(tl.int64)
+    k = tl.load(sizes + layer * 5 + 1).to(tl.int64)
+    r = tl.load(sizes + layer * 5 + 2).to(tl.int64)
     offset = index.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     if kind == 2:
         address = tl.load(pointers + layer * 4)
@@ -86,48 +87,66 @@ def _print_kernel(
 
 
 @jit
-def _norm_kernel(
-    new, old, computed, pointers, sizes, scales, blocks,
+def _unchanged(new, old, layer, FORCE: tl.constexpr):
+    same = tl.load(new + layer) == tl.load(old + layer)
+    return same & (FORCE == 0)
+
+
+@jit
+def _squares_kernel(
+    part, new, old, pointers, sizes, scales, blocks,
     FORCE: tl.constexpr, W_TYPE: tl.constexpr, AB_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    # one program owns BLOCK_N rows of one layer
-    layer = tl.load(blocks + tl.program_id(0) * 2)
-    i_n = tl.load(blocks + tl.program_id(0) * 2 + 1)
-    if not FORCE:
-        if tl.load(new + layer) == tl.load(old + layer):
-            return
-    N, K, R = (
-        tl.load(sizes + layer * 3),
-        tl.load(sizes + layer * 3 + 1),
-        tl.load(sizes + layer * 3 + 2),
-    )
+    # one program sums the squares of BLOCK_N rows over SPLIT_K columns of one layer
+    p_block = blocks + tl.program_id(0) * 3
+    layer, i_n, i_k = tl.load(p_block), tl.load(p_block + 1), tl.load(p_block + 2)
+    if _unchanged(new, old, layer, FORCE):
+        return
+    p_size = sizes + layer * 5
+    N, K, R, start = tl.load(p_size), tl.load(p_size + 1), tl.load(p_size + 2), tl.load(p_size + 4)
     weight = tl.load(pointers + layer * 4).to(tl.pointer_type(W_TYPE))
     lora_A = tl.load(pointers + layer * 4 + 1).to(tl.pointer_type(AB_TYPE))
     lora_B = tl.load(pointers + layer * 4 + 2).to(tl.pointer_type(AB_TYPE))
-    norm = tl.load(pointers + layer * 4 + 3).to(tl.pointer_type(tl.float32))
     scale = tl.load(scales + layer)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < N
     row = o_n.to(tl.int64)[:, None]
     b_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
+    for k in range(i_k * SPLIT_K, tl.minimum((i_k + 1) * SPLIT_K, K), BLOCK_K):
         o_k = k + tl.arange(0, BLOCK_K)
         m_k = o_k < K
         b_dot = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
         for r in range(0, R, BLOCK_R):
             o_r = r + tl.arange(0, BLOCK_R)
             m_r = o_r < R
-            b_B = tl.load(
-                lora_B + row * R + o_r[None, :], mask=m_n[:, None] & m_r[None, :], other=0.0
-            )
+            b_B = tl.load(lora_B + row * R + o_r[None, :],
+                          mask=m_n[:, None] & m_r[None, :], other=0.0)  # fmt: skip
             b_A = tl.load(lora_A + o_r.to(tl.int64)[:, None] * K + o_k[None, :],
                           mask=m_r[:, None] & m_k[None, :], other=0.0)  # fmt: skip
             b_dot = tl.dot(b_B.to(DOT_TYPE), b_A.to(DOT_TYPE), b_dot, input_precision="ieee")
         b_W = tl.load(weight + row * K + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
         b_full = b_W.to(tl.float32) + scale * b_dot
         b_sum += tl.sum(b_full * b_full, axis=1)
-    tl.store(norm + o_n, tl.sqrt_rn(b_sum), mask=m_n)
+    tl.store(part + start + i_k * N + o_n, b_sum, mask=m_n)
+
+
+@jit
+def _root_kernel(
+    part, new, old, computed, pointers, sizes, blocks, FORCE: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    # one program adds up the parts of BLOCK_N rows, in a fixed order
+    layer, i_n = tl.load(blocks + tl.program_id(0) * 3), tl.load(blocks + tl.program_id(0) * 3 + 1)
+    if _unchanged(new, old, layer, FORCE):
+        return
+    p_size = sizes + layer * 5
+    N, splits, start = tl.load(p_size), tl.load(p_size + 3), tl.load(p_size + 4)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    b_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for i in range(0, splits):
+        b_sum += tl.load(part + start + i * N + o_n, mask=o_n < N, other=0.0)
+    norm = tl.load(pointers + layer * 4 + 3).to(tl.pointer_type(tl.float32))
+    tl.store(norm + o_n, tl.sqrt_rn(b_sum), mask=o_n < N)
     if i_n == 0:
         tl.store(computed + layer, tl.load(computed + layer) + 1)
 
@@ -150,22 +169,28 @@ class NormTable:
             dot_type(dot_dtype),
         )
         self._tile = NORM
-        ints = [[t.data_ptr() for t in (e.weight, e.lora_A, e.lora_B, e.norm)] for e in entries]
-        sizes = [[*e.weight.shape, e.lora_A.shape[0]] for e in entries]
-        self._pointers = self._put(ints, torch.int64)
+        pointers = [[t.data_ptr() for t in (e.weight, e.lora_A, e.lora_B, e.norm)] for e in entries]
+        sizes, parts = [], 0
+        for n, k, r in ([*e.weight.shape, e.lora_A.shape[0]] for e in entries):
+            splits = triton.cdiv(k, self._tile.split_k)
+            sizes.append([n, k, r, splits, parts])
+            parts += n * splits
+        self._pointers = self._put(pointers, torch.int64)
         self._sizes = self._put(sizes, torch.int32)
         self._scales = self._put([e.scale for e in entries], torch.float32)
-        self._blocks = self._put(_blocks(sizes, self._tile.block_n), torch.int32)
+        self._tiles = self._put(_tiles(sizes, self._tile.block_n), torch.int32)
+        self._roots = self._put(_tiles([[n, 0, 0, 1, 0] for n, *_ in sizes], _ROOT), torch.int32)
         self._chunks = self._put(_chunks(sizes), torch.int32)
+        self._part = torch.empty(parts, dtype=torch.float32, device=self._device)
         self._prints = torch.zeros(3, len(entries), dtype=torch.int32, device=self._device)
         self.computed = torch.zeros(len(entries), dtype=torch.int32, device=self._device)
         self._turn = 0
 
     def _put(self, values: object, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+        return torch.as_tensor(values, dtype=dtype).to(self._device)
 
     def refresh(self, *, force: bool = False) -> None:
-        """Bring every norm up to date: two launches, no synchronisation.
+        """Bring every norm up to date: three launches, no synchronisation.
 
         `force` computes all norms, whatever the prints say.
         """
@@ -177,21 +202,32 @@ class NormTable:
         )  # fmt: skip
         w_type, ab_type, dot_type = self._types
         tile = self._tile
-        _norm_kernel[(self._blocks.shape[0],)](
-            new, old, self.computed, self._pointers, self._sizes, self._scales, self._blocks,
+        _squares_kernel[(self._tiles.shape[0],)](
+            self._part, new, old, self._pointers, self._sizes, self._scales, self._tiles,
             FORCE=force, W_TYPE=w_type, AB_TYPE=ab_type, DOT_TYPE=dot_type,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_R=tile.block_r,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            SPLIT_K=tile.split_k, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        _root_kernel[(self._roots.shape[0],)](
+            self._part, new, old, self.computed, self._pointers, self._sizes, self._roots,
+            FORCE=force, BLOCK_N=_ROOT,
         )  # fmt: skip
 
 
-def _blocks(sizes: list[list[int]], block_n: int) -> list[list[int]]:
-    return [[i, b] for i, (n, _, _) in enumerate(sizes) for b in range(triton.cdiv(n, block_n))]
-
-
-def _chunks(sizes: list[list[int]]) -> list[list[int]]:
+def _tiles(sizes: list[list[int]], block_n: int) -> Tensor:
+    """(layer, block of rows, split of K) of every program."""
     rows = []
-    for layer, (n, k, r) in enumerate(sizes):
+    for layer, (n, _, _, splits, _) in enumerate(sizes):
+        blocks = torch.arange(triton.cdiv(n, block_n))
+        rows.append(torch.cartesian_prod(torch.tensor([layer]), blocks, torch.arange(splits)))
+    return torch.cat(rows)
+
+
+def _chunks(sizes: list[list[int]]) -> Tensor:
+    """(layer, kind, index) of every program that hashes."""
+    rows = []
+    for layer, (n, k, r, _, _) in enumerate(sizes):
         for kind, count in enumerate((r * k, n * r, _CHUNK)):
-            rows += [[layer, kind, index] for index in range(triton.cdiv(count, _CHUNK))]
-    return rows
+            index = torch.arange(triton.cdiv(count, _CHUNK))
+            rows.append(torch.cartesian_prod(torch.tensor([layer]), torch.tensor([kind]), index))
+    return torch.cat(rows)
