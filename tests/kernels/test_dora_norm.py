@@ -7,6 +7,7 @@ from hirank.kernels.dora_norm import dora_gain, dora_norm, row_square_sum
 from hirank.testing import FLOATS, LINEAR_SHAPES, LinearCase
 from recorder import LiveBytes, OpLog
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TIGHT = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
 
 
@@ -22,7 +23,7 @@ def norm_of(case: LinearCase, **more: object) -> torch.Tensor:
 @pytest.mark.parametrize("shape", LINEAR_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_equals_the_definition(shape, dtype):
-    case = LinearCase.make(shape).to(dtype)
+    case = LinearCase.make(shape).to(dtype, DEVICE)
     norm = norm_of(case)
     assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(norm.double(), dense(case), rtol=TIGHT[dtype], atol=0)
@@ -30,7 +31,7 @@ def test_equals_the_definition(shape, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_scale_zero_is_the_base_norm(dtype):
-    case = LinearCase.make((1, 40, 96, 4)).to(dtype)
+    case = LinearCase.make((1, 40, 96, 4)).to(dtype, DEVICE)
     with OpLog() as log:
         norm = dora_norm(case.weight, case.lora_A, case.lora_B, scale=0.0)
     assert not log.matmuls()
@@ -38,28 +39,28 @@ def test_scale_zero_is_the_base_norm(dtype):
 
 
 def test_zero_B_gives_exactly_the_base_norm():
-    case = LinearCase.make((1, 40, 96, 4)).to(torch.float32)
+    case = LinearCase.make((1, 40, 96, 4)).to(torch.float32, DEVICE)
     norm = dora_norm(case.weight, case.lora_A, torch.zeros_like(case.lora_B), scale=2.0)
     assert torch.equal(norm, row_square_sum(case.weight).sqrt())
 
 
 def test_kept_base_term_changes_nothing():
-    case = LinearCase.make((1, 40, 96, 4)).to(torch.bfloat16)
+    case = LinearCase.make((1, 40, 96, 4)).to(torch.bfloat16, DEVICE)
     assert torch.equal(norm_of(case), norm_of(case, base_sq=row_square_sum(case.weight)))
 
 
 def test_mixed_dtypes_and_strided_inputs():
-    case = LinearCase.make((1, 40, 96, 4)).to(torch.bfloat16)
+    case = LinearCase.make((1, 40, 96, 4)).to(torch.bfloat16, DEVICE)
     A, B = case.lora_A.float(), case.lora_B.half()
-    strided = torch.empty(96, 40, dtype=torch.bfloat16).T.copy_(case.weight)
+    strided = torch.empty(96, 40, dtype=torch.bfloat16, device=DEVICE).T.copy_(case.weight)
     got = dora_norm(strided, A, B, scale=2.0)
     exact = (case.weight.double() + 2 * B.double() @ A.double()).norm(dim=1)
     torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=0)
 
 
 def test_autocast_does_not_reach_the_sums():
-    case = LinearCase.make((1, 40, 96, 4)).to(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    case = LinearCase.make((1, 40, 96, 4)).to(torch.float32, DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
         inside = norm_of(case)
     assert torch.equal(inside, norm_of(case))
 
@@ -70,19 +71,28 @@ def test_cancelling_rows_are_computed_again():
     A = torch.randn(16, 1024, generator=draw, dtype=torch.float64)
     B = torch.randn(256, 16, generator=draw, dtype=torch.float64)
     noise = torch.randn(256, 1024, generator=draw, dtype=torch.float64)
-    weight = (1e-3 * noise - 2 * B @ A).bfloat16()
-    A32, B32 = A.float(), B.float()
+    weight = (1e-3 * noise - 2 * B @ A).bfloat16().to(DEVICE)
+    A32, B32 = A.float().to(DEVICE), B.float().to(DEVICE)
     exact = (weight.double() + 2 * B32.double() @ A32.double()).norm(dim=1)
     got = dora_norm(weight, A32, B32, scale=2.0).double()
     assert ((got - exact).abs() / exact).max() < 1e-5
-    ordinary = noise.bfloat16()
+    ordinary = noise.bfloat16().to(DEVICE)
     exact = (ordinary.double() + 2 * B32.double() @ A32.double()).norm(dim=1)
     got = dora_norm(ordinary, A32, B32, scale=2.0).double()
     assert ((got - exact).abs() / exact).max() < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cancelling_rows_among_ordinary_ones(dtype):
+    """One dtype throughout, as on a GPU: some rows cancel, their neighbours do not."""
+    case = LinearCase.make((1, 100, 200, 16)).to(dtype, DEVICE)
+    full = case.scale * case.lora_B.double() @ case.lora_A.double()
+    case.weight[::7] = (-full[::7] * (1 + 2.0**-9)).to(dtype)
+    torch.testing.assert_close(norm_of(case).double(), dense(case), rtol=1e-4, atol=0)
+
+
 def test_exact_cancellation_is_zero_not_nan():
-    case = LinearCase.make((1, 24, 32, 4)).to(torch.float64)
+    case = LinearCase.make((1, 24, 32, 4)).to(torch.float64, DEVICE)
     weight = -(case.scale * case.lora_B @ case.lora_A)
     norm = dora_norm(weight, case.lora_A, case.lora_B, scale=case.scale)
     assert norm.max() < 1e-14
@@ -91,7 +101,7 @@ def test_exact_cancellation_is_zero_not_nan():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stays_within_its_budget(dtype):
     """D15: a large layer's norm needs no full-size buffer."""
-    weight = torch.randn(2048, 8192).to(dtype)
+    weight = torch.randn(2048, 8192).to(DEVICE, dtype)
     A, B = torch.randn(8, 8192), torch.randn(2048, 8)
     budget = 8 * 2**20
     with LiveBytes() as live:

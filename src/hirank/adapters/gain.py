@@ -10,8 +10,10 @@ is not part of the norm and so cannot make it stale.
 
     CPU    at every call a product of A with a fixed random vector, and of B likewise, reads every
            weight once; a change too small to show in them is below fp32 rounding of the norm.
-    GPU    once per pass through the model one kernel hashes the bits of all adapters, and a second
-           computes again the norms of those that changed (`kernels/norm_table`). Nothing waits.
+    GPU    once per pass through the model. What the host can see (an optimizer's step, a version,
+           an address, a scale) is computed again at once. For what it cannot see one kernel hashes
+           the bits of all adapters, and another computes again the norms of those that changed
+           (`kernels/norm_table`). Nothing waits for the device.
 
 A layer that runs again inside a backward pass (checkpointing) uses the norm of its forward.
 
@@ -19,6 +21,7 @@ After overwriting part of a base weight through `.data`, where neither counter n
 it, call `NormCache.clear` (`hirank.accelerate` does it for every layer).
 """
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,9 +29,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hirank.kernels._triton import HAS_TRITON, interpreting
-from hirank.kernels.dora_norm import dora_norm, row_square_sum
+from hirank.kernels.dora_norm import dora_norm, fits_triton, row_square_sum
 from hirank.kernels.norm_table import NormEntry, NormTable
 
 __all__ = ["NormCache", "Source", "base_norm"]
@@ -170,9 +173,10 @@ class NormCache:
         assert self._norm is not None
         return self._norm
 
-    def _base_of(self, weight: Tensor) -> _Base:
+    def _base_of(self, weight: Tensor, look: bool = True) -> _Base:
+        """||W||^2, kept while W is the same; `look` compares a sample of it, and waits for it."""
         mark = (weight.data_ptr(), _version(weight), weight.shape, weight.dtype, weight.device)
-        sample = _sample(weight)
+        sample = _sample(weight) if look else weight.new_empty(0)
         base = self._base
         if base is None or base.mark != mark or not _same(base.sample, sample):
             base = self._base = _Base(mark, sample, row_square_sum(weight))
@@ -200,6 +204,18 @@ _REGISTRY: list["weakref.ref[NormCache]"] = []
 _GROUPS: dict[tuple[Any, ...], "_Group"] = {}
 
 
+_STEPS = itertools.count(1)
+_step = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _step
+    _step = next(_STEPS)
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
 class _Group:
     """The caches of one device and one set of dtypes, brought up to date together.
 
@@ -212,6 +228,7 @@ class _Group:
         self.stale = True
         """Caches came, went or forgot since the table was built."""
         self._dtype = dtype
+        self._step = -1
         self._caches: list[weakref.ref[NormCache]] = []
         self._marks: list[tuple[Any, ...]] = []
         self._table: NormTable | None = None
@@ -222,18 +239,45 @@ class _Group:
         return next(found, 0)
 
     def refresh(self) -> None:
-        """Three launches; and a new table first if a tensor moved or a scale changed."""
+        """Compute what visibly changed, and let the device look for what did not show."""
         caches, entries, marks = self._survey()
-        if self._table is None or self.stale or marks != self._marks:
-            for cache in caches:
-                cache._computed = cache.computed
-            self._table = NormTable(entries, self._dtype)
-            self._marks, self._caches = marks, [weakref.ref(cache) for cache in caches]
-            self._table.refresh(force=True)
+        if self.stale or [m[:5] for m in marks] != [m[:5] for m in self._marks]:
+            self._rebuild(caches, entries)
+        assert self._table is not None
+        visible = self._visible(caches, entries, marks)
+        for cache, entry in visible:
+            self._compute(cache, entry)
+        if visible:
+            self._table.accept()
         else:
             self._table.refresh()
-        self.stale = False
+        self._marks, self._step, self.stale = marks, _step, False
         self.passes += 1
+
+    def _rebuild(self, caches: list[NormCache], entries: list[NormEntry]) -> None:
+        for cache in caches:
+            cache._computed = cache.computed
+        self._table = NormTable(entries, self._dtype)
+        self._caches, self._marks = [weakref.ref(cache) for cache in caches], []
+
+    def _visible(
+        self, caches: list[NormCache], entries: list[NormEntry], marks: list[tuple[Any, ...]]
+    ) -> list[tuple[NormCache, NormEntry]]:
+        both = list(zip(caches, entries, strict=True))
+        if not self._marks:
+            return both
+        stepped = self._step != _step
+        return [
+            pair
+            for pair, mark, last in zip(both, marks, self._marks, strict=True)
+            if mark != last or (stepped and pair[1].lora_A.requires_grad)
+        ]
+
+    def _compute(self, cache: NormCache, entry: NormEntry) -> None:
+        base_sq = cache._base_of(entry.weight, look=False).square_sum
+        A, B = entry.lora_A.to(self._dtype), entry.lora_B.to(self._dtype)
+        dora_norm(entry.weight, A, B, scale=entry.scale, base_sq=base_sq, out=entry.norm)
+        cache._computed += 1
 
     def _survey(self) -> tuple[list[NormCache], list[NormEntry], list[tuple[Any, ...]]]:
         caches, entries, marks = [], [], []
@@ -248,7 +292,7 @@ class _Group:
             caches.append(cache)
             entries.append(NormEntry(weight, A, B, scale, cache._norm))
             pointers = (weight.data_ptr(), A.data_ptr(), B.data_ptr(), cache._norm.data_ptr())
-            marks.append((*pointers, _version(weight), scale, A.shape))
+            marks.append((*pointers, scale, _version(weight), _version(A), _version(B), A.shape))
         return caches, entries, marks
 
     def _takes(self, cache: NormCache, weight: Tensor, A: Tensor, B: Tensor, scale: float) -> bool:
@@ -265,14 +309,10 @@ def _group_of(weight: Tensor, lora_A: Tensor, dtype: torch.dtype) -> _Group:
 
 
 def _fits_table(weight: Tensor, lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype) -> bool:
-    floats = (torch.float32, torch.bfloat16, torch.float16)
     return (
-        (weight.is_cuda and HAS_TRITON or interpreting())
-        and dtype in floats
-        and weight.dtype in floats
+        fits_triton(weight, lora_A, lora_B)
+        and dtype in (torch.float32, torch.bfloat16, torch.float16)
         and lora_A.dtype == lora_B.dtype
-        and lora_A.dtype in floats
-        and all(t.is_contiguous() for t in (weight, lora_A, lora_B))
         and weight.device == lora_A.device == lora_B.device
     )
 
@@ -284,10 +324,4 @@ def _in_backward() -> bool:
 @torch.no_grad()
 def base_norm(weight: Tensor) -> Tensor:
     """||W|| per row, [N] fp32 (fp64 for fp64): to the bit what `NormCache.norm` gives for B = 0."""
-    if not _fits_table(weight, weight, weight, weight.dtype):
-        return row_square_sum(weight).sqrt_()
-    norm = torch.empty(weight.shape[0], device=weight.device)
-    NormTable([NormEntry(weight, weight[:0], weight[:, :0], 0.0, norm)], weight.dtype).refresh(
-        force=True
-    )
-    return norm
+    return row_square_sum(weight).sqrt_()

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hirank.kernels._products import product
 from hirank.kernels.dora_norm import dora_gain
 from hirank.kernels.gain_pass import (
     gain_backward,
@@ -73,15 +74,6 @@ def _scaled(factor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     if factor.dtype == dtype or torch.compiler.is_compiling():
         return (factor * scale).to(dtype)
     return torch.mul(factor, scale, out=torch.empty_like(factor, dtype=dtype))
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b straight in `dtype`, where the device can."""
-    if a.dtype == dtype:
-        return a @ b
-    if a.is_cuda and dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
 
 
 def dora_linear_fwd_ref(
@@ -135,8 +127,8 @@ def dora_linear_bwd_ref(
         if need_x:
             dx = torch.mm(t, weight).addmm_(tB, lora_A.to(t.dtype))
         if need_A:
-            dA = _product(tB.T, x, lora_A.dtype)
-    dB = _product(t.T, h, lora_B.dtype) if need_B else None
+            dA = product(tB.T, x, lora_A.dtype)
+    dB = product(t.T, h, lora_B.dtype) if need_B else None
     db = dy.sum(0) if need_b and bias is not None else None
     return DoraLinearGrads(dx, dA, dB, dm if need_m else None, db)
 

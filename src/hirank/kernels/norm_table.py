@@ -189,17 +189,25 @@ class NormTable:
     def _put(self, values: object, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(values, dtype=dtype).to(self._device)
 
-    def refresh(self, *, force: bool = False) -> None:
-        """Bring every norm up to date: three launches, no synchronisation.
-
-        `force` computes all norms, whatever the prints say.
-        """
+    def _print(self) -> tuple[Tensor, Tensor]:
         old, new, following = (self._prints[(self._turn + i) % 3] for i in range(3))
         self._turn += 1
         _print_kernel[(self._chunks.shape[0],)](
             new, following, self._pointers, self._sizes, self._chunks,
             WIDE=self._wide, W_WIDE=self._w_wide, CHUNK=_CHUNK,
         )  # fmt: skip
+        return old, new
+
+    def accept(self) -> None:
+        """Take the weights as they are for those the norms belong to: one launch."""
+        self._print()
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Bring every norm up to date: three launches, no synchronisation.
+
+        `force` computes all norms, whatever the prints say.
+        """
+        old, new = self._print()
         w_type, ab_type, dot_type = self._types
         tile = self._tile
         _squares_kernel[(self._tiles.shape[0],)](
