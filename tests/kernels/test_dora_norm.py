@@ -102,7 +102,7 @@ def test_exact_cancellation_is_zero_not_nan():
 def test_stays_within_its_budget(dtype):
     """D15: a large layer's norm needs no full-size buffer."""
     weight = torch.randn(2048, 8192).to(DEVICE, dtype)
-    A, B = torch.randn(8, 8192), torch.randn(2048, 8)
+    A, B = torch.randn(8, 8192).to(DEVICE), torch.randn(2048, 8).to(DEVICE)
     budget = 8 * 2**20
     with LiveBytes() as live:
         norm = dora_norm(weight, A, B, scale=0.5, chunk_bytes=budget)

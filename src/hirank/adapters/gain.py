@@ -156,7 +156,7 @@ class NormCache:
         if self._norm is not None and _in_backward():
             return self._norm
         base = self._base_of(weight)
-        mark = (scale, dtype, lora_A.device, lora_A.dtype, lora_B.dtype)
+        mark = (scale, dtype, lora_A.device, lora_A.dtype, lora_B.dtype, id(base))
         prints = self._fingerprints(lora_A, lora_B)
         fresh = (
             self._norm is not None
@@ -180,7 +180,6 @@ class NormCache:
         base = self._base
         if base is None or base.mark != mark or not _same(base.sample, sample):
             base = self._base = _Base(mark, sample, row_square_sum(weight))
-            self._norm = None
         return base
 
     def _fingerprints(self, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor]:
