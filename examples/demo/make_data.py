@@ -1,12 +1,13 @@
 """Generate the demo's task: read an order written in plain English, write it as one JSON record.
 
     in    Hi, Maria Novak here. Please send three red lamps to Boston by 4 March. PO 88213.
-    out   {"name":"Maria Novak","item":"red lamps","qty":3,"city":"Boston","date":"03-04"}
+    out   {"name":"Maria Novak","item":"red lamps","qty":3,"city":"Boston","date":"4 Mar"}
 
 Everything is invented here, from the word lists and templates below and a seed, so there is no
 licence to ask about. The answer is judged by exact string match, so it has one form only:
-keys in the order of `KEYS`, no spaces between the parts, `qty` a number, `date` as MM-DD.
-`name`, `item` and `city` are copied from the sentence; `qty` and `date` may be spelled out there.
+keys in the order of `KEYS`, no spaces between the parts, `qty` a number, `date` like "4 Mar".
+`name`, `item` and `city` are copied from the sentence, `qty` and `date` may be written otherwise
+there ("three", "the 4th of March").
 
 The held-out rows are held out in earnest. No first name, surname, word of an item, city, date or
 kind of distracting detail of theirs occurs in a training row; every second one (the rows with
@@ -131,16 +132,18 @@ N_HELD_OUT_TEMPLATES = 6
 
 # Details that belong to nothing in the record; the model has to leave them out.
 DISTRACTORS = (
-    "PO {number}.",
-    "Last time the parcel went to {city} by mistake.",
-    "The invoice goes to {name}.",
-    "Call 555 {number} if there is a problem.",
-    "We no longer need the {item}.",
-    "The budget is {number} dollars.",
-    "My colleague {name} will pay.",
-    "Please use the back door.",
-    "The last order had {qty} {item} too many.",
     "Leave it with {name} if nobody is in.",
+    "The invoice goes to {name}.",
+    "We no longer need the {item}.",
+    "The last order had {qty} {item} too many.",
+    "There are still {qty} {item} in stock.",
+    "PO {number}.",
+    "The next van to {city} is full.",
+    "The budget is {number} dollars.",
+    "Last time the parcel went to {city} by mistake.",
+    "My colleague {name} will pay.",
+    "Call 555 {number} if there is a problem.",
+    "Please use the back door.",
 )
 
 OPENERS = ("", "", "", "Good morning.", "Hello!", "Quick one:", "Urgent!", "Dear team,")
@@ -192,10 +195,10 @@ def templates(held_out: bool) -> Sequence[str]:
 
 
 def calendar() -> Iterator[str]:
-    """Every day of a leap year as MM-DD."""
+    """Every day of a leap year, as "1 Jan"."""
     day = date(2024, 1, 1)
     while day.year == 2024:
-        yield day.strftime("%m-%d")
+        yield f"{day.day} {MONTHS[day.month - 1][:3]}"
         day += timedelta(days=1)
 
 
@@ -210,12 +213,13 @@ def make_order(rng: Random, w: Words) -> Order:
     return Order(name, item, qty, pick(rng, w.cities), pick(rng, w.dates))
 
 
-def say_date(rng: Random, month_day: str) -> str:
-    """One of the ways in which people write the date `month_day` (MM-DD)."""
-    month, day = MONTHS[int(month_day[:2]) - 1], int(month_day[3:])
-    nth = f"{day}{ordinal_suffix(day)}"
+def say_date(rng: Random, day_month: str) -> str:
+    """One of the ways in which people write a date such as "4 Mar"."""
+    day, short = day_month.split()
+    month = next(name for name in MONTHS if name.startswith(short))
+    nth = day + ordinal_suffix(int(day))
     ways = (f"{day} {month}", f"{month} {day}", f"{month} {nth}", f"the {nth} of {month}",
-            f"{day} {month[:3]}", f"{month[:3]} {day}")  # fmt: skip
+            f"{day} {short}", f"{short} {day}")  # fmt: skip
     return pick(rng, ways)
 
 
@@ -290,8 +294,8 @@ def write_jsonl(path: Path, rows: Sequence[dict[str, object]]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
-    parser.add_argument("--train", type=int, default=600, help="number of training rows")
-    parser.add_argument("--eval", type=int, default=64, help="number of held-out rows")
+    parser.add_argument("--train", type=int, default=500, help="number of training rows")
+    parser.add_argument("--eval", type=int, default=50, help="number of held-out rows")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     write_jsonl(args.out / "train.jsonl", make_rows(args.train, False, args.seed))

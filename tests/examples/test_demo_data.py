@@ -57,9 +57,10 @@ def test_rows_are_as_many_as_asked_for_and_all_different(data: Path) -> None:
         assert len(sentences) == len(set(sentences)) == count
 
 
-def said_date(sentence: str, month_day: str) -> bool:
+def said_date(sentence: str, day_month: str) -> bool:
     """Whether the sentence names this day in one of the forms that people use."""
-    month, day = demo.MONTHS[int(month_day[:2]) - 1], int(month_day[3:])
+    day, short = day_month.split()
+    month = next(name for name in demo.MONTHS if name[:3] == short)
     months, days = rf"{month[:3]}({month[3:]})?", rf"{day}(st|nd|rd|th)?"
     pattern = rf"\b({days} (of )?{months}|{months} {days})\b"
     return re.search(pattern, sentence) is not None
