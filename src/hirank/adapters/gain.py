@@ -90,6 +90,7 @@ class NormCache:
     _computed: int = 0
     _group: "_Group | None" = field(default=None, repr=False)
     _seen: int = -1
+    _visible: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         _REGISTRY.append(weakref.ref(self, _REGISTRY.remove))
@@ -115,8 +116,6 @@ class NormCache:
     def __reduce__(self) -> tuple[type["NormCache"], tuple[()]]:
         return NormCache, ()
 
-    @torch.inference_mode(False)  # what is kept must serve training as well
-    @torch.no_grad()
     def norm(
         self,
         weight: Tensor,
@@ -129,6 +128,17 @@ class NormCache:
 
         On the meta device nothing is computed: the result is an empty meta tensor.
         """
+        group = self._group
+        if group is not None and group.serves(self, lora_A, lora_B, scale, dtype):
+            self._seen = group.passes
+            assert self._norm is not None
+            return self._norm
+        with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
+            return self._checked_norm(weight, lora_A, lora_B, scale, dtype)
+
+    def _checked_norm(
+        self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
+    ) -> Tensor:
         if weight.is_meta or lora_A.is_meta:
             return torch.empty(weight.shape[0], device="meta")
         if self.source() is not None and _fits_table(weight, lora_A, lora_B, dtype):
@@ -139,8 +149,7 @@ class NormCache:
         if self._group is not group:
             self.clear()
             self._group, group.stale = group, True
-        if group.stale or (self._seen == group.passes and not _in_backward()):
-            group.refresh()
+        group.refresh()
         self._seen = group.passes
         assert self._norm is not None
         return self._norm
@@ -232,6 +241,18 @@ class _Group:
         self._marks: list[tuple[Any, ...]] = []
         self._table: NormTable | None = None
 
+    def serves(
+        self, cache: NormCache, A: Tensor, B: Tensor, scale: float, dtype: torch.dtype
+    ) -> bool:
+        """Whether what the cache holds is good for this call: the hot path, so few and cheap."""
+        return (
+            not self.stale
+            and dtype == self._dtype
+            and (cache._seen != self.passes or _in_backward())
+            and cache._visible == (scale, _version(A), _version(B))
+            and (self._step == _step or not A.requires_grad)
+        )
+
     def computed(self, cache: NormCache) -> int:
         counts = [] if self._table is None else self._table.computed.tolist()
         found = (n for c, n in zip(self._caches, counts, strict=True) if c() is cache)
@@ -291,7 +312,8 @@ class _Group:
             caches.append(cache)
             entries.append(NormEntry(weight, A, B, scale, cache._norm))
             pointers = (weight.data_ptr(), A.data_ptr(), B.data_ptr(), cache._norm.data_ptr())
-            marks.append((*pointers, scale, _version(weight), _version(A), _version(B), A.shape))
+            cache._visible = (scale, _version(A), _version(B))
+            marks.append((*pointers, *cache._visible, _version(weight), A.shape))
         return caches, entries, marks
 
     def _takes(self, cache: NormCache, weight: Tensor, A: Tensor, B: Tensor, scale: float) -> bool:

@@ -324,6 +324,7 @@ def _convert(layer: Any) -> None:
     for norms in layer._hirank_norms.values():
         norms.clear()
     for name in layer.lora_variant:
+        _norms(layer, name)  # known from the start, so that a first pass refreshes all at once
         if not layer.merged and _adapter_obstacle(layer, name) is None:
             _fresh_magnitude(layer, name)
 

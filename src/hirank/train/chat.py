@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from jinja2.exceptions import TemplateError
 
 from hirank.adapters.export import CONFIG_FILE, check_adapter, load_adapter, read_settings
 from hirank.errors import HirankError
@@ -40,14 +42,14 @@ def find(where: Path, base: str | None = None) -> Found:
     `base` replaces the base model that the adapter names. Raises HirankError if nothing is there
     or the adapter does not say how strong it is.
     """
-    if not where.is_dir():
+    if not os.path.isdir(where):
         raise HirankError(f"There is no folder {where}; give a run or an adapter.")
     system = _system(where)
     for folder in (where / "adapter-best", where / "adapter", where):
-        if (folder / CONFIG_FILE).is_file():
+        if os.path.isfile(folder / CONFIG_FILE):
             return Found(base or base_of(folder), folder, system)
     for folder in (where / "model-best", where / "model", where):
-        if (folder / "config.json").is_file():
+        if os.path.isfile(folder / "config.json"):
             return Found(str(folder), None, system)
     raise HirankError(f"{where} holds neither an adapter nor a model; has the run finished?")
 
@@ -66,10 +68,19 @@ def _system(where: Path) -> str | None:
     for folder in (where, where.parent):
         path = folder / "config.yaml"
         if path.is_file():
-            settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            text = settings.get("data", {}).get("system")
+            text = _system_in(path)
             return str(text) if text else None
     return None
+
+
+def _system_in(path: Path) -> object:
+    """data.system of a run's settings; None for a config.yaml that is somebody else's."""
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return None
+    data = settings.get("data") if isinstance(settings, dict) else None
+    return data.get("system") if isinstance(data, dict) else None
 
 
 # Talking.
@@ -93,8 +104,12 @@ class Chat:
 
     def answer(self, text: str, emit: Callable[[str], None] = lambda piece: None) -> str:
         """The model's answer to `text` and all that was said before; pieces go to `emit`."""
-        self.turns.append({"role": "user", "content": text})
-        answer = self._generate(self._prompt(text), emit).strip()
+        self.turns.append({"role": "user", "content": _text(text)})
+        try:
+            answer = self._generate(self._prompt(text), emit).strip()
+        except HirankError:
+            self.turns.pop()
+            raise
         self.turns.append({"role": "assistant", "content": answer})
         return answer
 
@@ -102,11 +117,15 @@ class Chat:
         if self.tokenizer.chat_template is None:
             return text
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return str(
-            self.tokenizer.apply_chat_template(
+        try:
+            prompt = self.tokenizer.apply_chat_template(
                 system + self.turns, tokenize=False, add_generation_prompt=True
             )
-        )
+        except TemplateError as error:
+            raise HirankError(
+                f"The model's chat template refuses this conversation: {error}."
+            ) from error
+        return str(prompt)
 
     def _generate(self, prompt: str, emit: Callable[[str], None]) -> str:
         import torch
@@ -135,6 +154,17 @@ class Chat:
 
         off = self.has_adapter and not self.adapter_on
         return self.model.disable_adapter() if off else nullcontext()
+
+
+def _text(text: str) -> str:
+    """`text` if a tokenizer can take it. Raises HirankError if not."""
+    if not text.strip():
+        raise HirankError("There is nothing to answer; write something.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise HirankError("This is not text in UTF-8; set the terminal to it.") from None
+    return text
 
 
 def _streamer(tokenizer: PreTrainedTokenizerBase, emit: Callable[[str], None]) -> Any:
@@ -190,6 +220,8 @@ def _say(chat: Chat, line: str, console: Console) -> None:
         chat.answer(line, lambda piece: console.print(piece, end="", markup=False, highlight=False))
     except KeyboardInterrupt:
         chat.turns.pop()
+    except HirankError as error:
+        console.print(str(error), style="yellow", markup=False, highlight=False)
     console.print()
 
 

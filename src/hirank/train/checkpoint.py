@@ -100,6 +100,7 @@ def _flush(folder: Path) -> None:
 def _flush_file(path: Path) -> None:
     with path.open("rb+") as file:
         os.fsync(file.fileno())
+    path.chmod(0o644)  # safetensors keeps what it writes from everybody else
 
 
 def _flush_folder(folder: Path) -> None:
@@ -194,6 +195,8 @@ def fault(folder: Path) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"its {name} is missing"
+        if not os.access(path, os.R_OK):
+            return f"its {name} cannot be read"
         if _digest(path) != digest:
             return f"its {name} is damaged"
     return None

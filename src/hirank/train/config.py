@@ -10,6 +10,7 @@ from the folder of the configuration file.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,12 +150,12 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = _parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise HirankError(f"Cannot read the configuration {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise HirankError(f"The configuration {path} is not a text file in UTF-8.") from None
-    except yaml.YAMLError as error:
+    except YAML_ERRORS as error:
         raise HirankError(f"{path} is not valid YAML: {_yaml_reason(error)}.") from None
     if tree is None:
         return {}
@@ -163,9 +164,36 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _yaml_reason(error: yaml.YAMLError) -> str:
+YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
+"""ValueError: a date, or a number, that there is not. RecursionError: thousands of brackets."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a name may be given once: the second would silently win."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.composer.ComposerError(
+                    problem=f"{key.value} is given twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return node
+
+
+def _parsed(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def _yaml_reason(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}, " if mark else ""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if not isinstance(error, yaml.YAMLError):
+        return str(error).split(";")[0]
     return where + (getattr(error, "problem", None) or "cannot be read")
 
 
@@ -176,8 +204,8 @@ def _parse_override(text: str) -> dict[str, Any]:
     if not separator or not all(parts):
         raise HirankError(f"--set {text}: write it as name=value, such as --set optim.lr=1e-4.")
     try:
-        tree: Any = yaml.safe_load(value)
-    except yaml.YAMLError:
+        tree: Any = _parsed(value)
+    except YAML_ERRORS:
         raise HirankError(f"--set {text}: {value!r} is not valid YAML; quote it.") from None
     for part in reversed(parts):
         tree = {part: tree}
@@ -242,11 +270,11 @@ def _with_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _absolute(value: Any, folder: Path) -> Any:
     if isinstance(value, list):
-        return [_absolute(item, folder) for item in value]
+        return [_absolute(item, folder) if isinstance(item, str) else item for item in value]
     if not isinstance(value, str) or not value:
         return value
     for candidate in (Path(value).expanduser(), folder / value):
-        if candidate.exists():
+        if os.path.exists(candidate):  # unlike Path's, False for what is no possible name
             return str(candidate.resolve())
     return value
 

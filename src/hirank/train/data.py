@@ -174,7 +174,7 @@ def _read_file(path: Path, cfg: DataConfig) -> _Read:
         where = f"{path}:{raw.place}"
         try:
             file.examples.append(replace(_example(raw, file, cfg), source=where))
-        except BadRow as reason:
+        except (BadRow, RecursionError) as reason:
             file.bad.append(f"{where}: {reason}")
     if not file.rows:
         raise HirankError(f"The data file {path} has no rows; put at least one row into it.")

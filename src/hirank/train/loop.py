@@ -11,6 +11,7 @@ What happens, in this order:
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from hirank.train.interrupt import Interrupt
 from hirank.train.optim import interval, trainer_settings
 from hirank.train.prepare import Prepared, prepare
 from hirank.train.quiet import quiet, say
-from hirank.train.run import claim_run_dir, cleared_on_failure, versions
+from hirank.train.run import alone_in, claim_run_dir, cleared_on_failure, versions
 from hirank.train.runlog import RunLog, read_log
 
 if TYPE_CHECKING:
@@ -64,9 +65,13 @@ def train(config: TrainConfig, *, console: Console, resume: Path | None = None) 
     """
     config = resolved(config)
     notice = partial(say, console, STOPPING)
-    with quiet(console), Interrupt(notice) as interrupt:
+    with quiet(console), Interrupt(notice) as interrupt, ExitStack() as stack:
+        if resume:
+            stack.enter_context(alone_in(checkpoint.run_of(resume)))
         prepared = prepare(config, console, resume)
         run_dir = checkpoint.run_of(resume) if resume else claim_run_dir(config.run)
+        if not resume:
+            stack.enter_context(alone_in(run_dir))
         with cleared_on_failure(run_dir, new=resume is None) as worth:
             try:
                 return _Run(prepared, run_dir, console, interrupt, worth).go()

@@ -13,9 +13,10 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from hirank.errors import HirankError
 from hirank.train.strict import Strict
@@ -83,7 +84,7 @@ class MethodConfig(Strict):
     rank_pattern: dict[str, PositiveInt] = {}
     """Other ranks for the layers whose names match a regex."""
 
-    alpha_pattern: dict[str, float] = {}
+    alpha_pattern: dict[str, PositiveFloat] = {}
     """Other alphas for the layers whose names match a regex."""
 
     accelerate: bool = True
@@ -95,6 +96,17 @@ class MethodConfig(Strict):
         if name not in METHODS:
             raise ValueError(f"the methods are {', '.join(METHODS)}")
         return name
+
+    @field_validator("target_modules", "rank_pattern", "alpha_pattern")
+    @classmethod
+    def _are_regexes(cls, value: Any) -> Any:
+        patterns = [value] if isinstance(value, str) else value
+        for pattern in patterns if not isinstance(value, list) else []:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return value
 
     @property
     def method(self) -> Method:
@@ -153,8 +165,12 @@ def check(model: Any, config: MethodConfig) -> int:
     """
     if not config.method.adapter:
         return parameter_counts(model)[0]
+    names = [name for name, _ in model.named_modules() if name]
+    _check_names("modules_to_save", config.modules_to_save, names)
+    _check_sizes(model, config)
     wrapped = _wrap(model, config)
     adapted = dict(_adapted_layers(wrapped))
+    _check_names("target_modules", config.target_modules, list(adapted))
     head = model.get_output_embeddings()
     for name, layer in adapted.items():
         if layer is head:
@@ -164,6 +180,29 @@ def check(model: Any, config: MethodConfig) -> int:
         warnings.warn(f"method.{setting}: {pattern!r} matches no adapted layer.", stacklevel=1)
     magnitudes = sum(layer.out_features for layer in adapted.values())
     return parameter_counts(wrapped)[0] + (magnitudes if config.name == "dora" else 0)
+
+
+def _check_sizes(model: Any, config: MethodConfig) -> None:
+    """Refuse ranks that no weight is wide enough for, before there are matrices of that rank."""
+    widest = max(max(p.shape, default=0) for p in model.parameters())
+    for rank in (config.r, *config.rank_pattern.values()):
+        if rank > widest:
+            raise HirankError(f"The rank {rank} is larger than any layer's size, {widest}.")
+
+
+def _check_names(setting: str, endings: object, names: list[str]) -> None:
+    """Refuse a name that nothing ends in: it is a slip of the pen, not a wish."""
+    for ending in endings if isinstance(endings, list) else []:
+        if not any(f".{name}".endswith(f".{ending}") for name in names):
+            raise HirankError(
+                f"method.{setting} names {ending!r}, which nothing in the model ends in"
+                f"{_nearest(ending, names)}."
+            )
+
+
+def _nearest(ending: str, names: list[str]) -> str:
+    near = get_close_matches(ending, {name.rpartition(".")[2] for name in names}, n=1)
+    return f"; the nearest known one is {near[0]}" if near else ""
 
 
 def _wrap(model: Any, config: MethodConfig) -> nn.Module:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 import re
+import struct
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ __all__ = [
     "HUB_NAME",
     "ModelConfig",
     "Source",
+    "learned_positions",
     "load_architecture",
     "load_model",
     "load_tokenizer",
@@ -79,11 +82,11 @@ class Source:
 def locate(name: str) -> Source:
     """Find the model without loading anything. Raises HirankError if a folder does not exist."""
     path = Path(name).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path's, False for what is no possible name
         return _file_source(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _folder_source(path)
-    if not HUB_NAME.fullmatch(name) or (path.parent != Path(".") and path.parent.is_dir()):
+    if not HUB_NAME.fullmatch(name) or (path.parent != Path(".") and os.path.isdir(path.parent)):
         raise HirankError(f"There is no model folder {name}{_similar(path)}.")
     return Source(name, local=False)
 
@@ -108,7 +111,8 @@ def _folder_source(path: Path) -> Source:
 
 def _similar(path: Path) -> str:
     """The part of a sentence that names folders beside `path` with a similar name."""
-    siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+    beside = path.parent.iterdir() if os.access(path.parent, os.R_OK | os.X_OK) else ()
+    siblings = [p.name for p in beside if p.is_dir()]
     close = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.5)
     if not close:
         return ""
@@ -157,15 +161,18 @@ class _Readable:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        from huggingface_hub.errors import StrictDataclassError
         from safetensors import SafetensorError
 
         kinds = OSError | ValueError | KeyError | ImportError | SafetensorError
+        kinds |= StrictDataclassError | TypeError | struct.error  # a config or GGUF file is broken
         if isinstance(error, HirankError) or not isinstance(error, kinds):
             return
         where = "the folder" if self.local else "the Hugging Face Hub; there is no such folder here"
         hint = "" if self.local else _similar(Path(self.name))
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        said = reason[0].rstrip(".")
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        more = lines[0].endswith(":") and len(lines) > 1
+        said = (f"{lines[0]} {lines[1].strip()}" if more else lines[0]).rstrip(".")
         raise HirankError(
             f"Cannot read the {self.what} of {self.name} from {where}{hint} ({said})."
         ) from error
@@ -218,6 +225,18 @@ def meta_model(config: ModelConfig, architecture: Any) -> Any:
         return build(architecture, trust_remote_code=config.trust_remote_code)
 
 
+def learned_positions(model: Any) -> int | None:
+    """How many positions the model has embeddings for; None where it computes them."""
+    from torch import nn
+
+    limit = getattr(model.config, "max_position_embeddings", None)
+    tokens = model.get_input_embeddings()
+    others = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens)
+    # OPT and BART keep two rows more than they have positions
+    learnt = limit is not None and any(limit <= m.num_embeddings <= limit + 2 for m in others)
+    return limit if learnt else None
+
+
 def load_model(config: ModelConfig, *, full: bool = False) -> Any:
     """The base model with its weights, on the device it will be trained on.
 
@@ -230,13 +249,27 @@ def load_model(config: ModelConfig, *, full: bool = False) -> Any:
     args = _pretrained_args(config, source) | {"dtype": pick_dtype(config, device, full=full)}
     if config.attention:
         args["attn_implementation"] = config.attention
-    model: Any
     hidden = redirect_stderr(io.StringIO()) if source.gguf else nullcontext()  # a progress bar
     with hidden, _Readable("weights", config.name, source.local):
-        model = AutoModelForCausalLM.from_pretrained(source.name, **args)
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            source.name, output_loading_info=True, ignore_mismatched_sizes=True, **args
+        )
+    model, loading = found
+    _check_complete(loading, config.name)
     if source.gguf:
         model = _plain(model, source.path)
     return model.to(device)
+
+
+def _check_complete(loading: dict[str, Any], name: str) -> None:
+    """Transformers fills what a file lacks with random numbers; nobody wants to train on those."""
+    for key, fault in (("missing_keys", "are missing"), ("mismatched_keys", "have another shape")):
+        faulty = sorted(k if isinstance(k, str) else k[0] for k in loading.get(key) or ())
+        if faulty:
+            raise HirankError(
+                f"The weights of {name} do not fit its config.json: {len(faulty)} {fault} "
+                f"({faulty[0]} first); get the whole model again."
+            )
 
 
 def _plain(model: Any, name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hirank.train.strict import Strict
 
@@ -54,7 +54,7 @@ class OptimConfig(Strict):
     checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
-    seed: NonNegativeInt = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Of initialisation, data order and dropout."""
 
 

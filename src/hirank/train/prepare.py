@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from hirank.errors import HirankError
 from hirank.train import methods, model
-from hirank.train.checkpoint import Checkpoint, open_checkpoint
+from hirank.train.checkpoint import Checkpoint, open_checkpoint, run_of
 from hirank.train.evaluate import Question, need_questions, questions
 from hirank.train.optim import planned_steps
 from hirank.train.quiet import say, without_bars
 from hirank.train.run import check_run_dir
+from hirank.train.runlog import read_log
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,6 +73,8 @@ def prepare(config: TrainConfig, console: Console, resume: Path | None = None) -
     for part in (train_set, eval_set):
         _tell_left_out(part, config, console)
     shape = model.meta_model(config.model, model.load_architecture(config.model))
+    for part in (train_set, eval_set):
+        _check_fits(part, shape)
     prepared = Prepared(
         config=config,
         resume=found,
@@ -113,6 +116,25 @@ def _tell_left_out(part: Encoded | None, config: TrainConfig, console: Console) 
             say(console, f"{count} rows {what}", "yellow")
 
 
+def _check_fits(part: Encoded | None, shape: Any) -> None:
+    """Refuse tokens that the model has no embedding for, and rows beyond its last position."""
+    if part is None:
+        return
+    rows, vocabulary = part.dataset["input_ids"], shape.get_input_embeddings().num_embeddings
+    largest = max(max(row) for row in rows)
+    if largest >= vocabulary:
+        raise HirankError(
+            f"The tokenizer makes the token {largest}, but the model knows only {vocabulary}; "
+            "use the model's own tokenizer (model.tokenizer)."
+        )
+    positions, longest = model.learned_positions(shape), max(part.lengths)
+    if positions is not None and longest > positions:
+        raise HirankError(
+            f"A row has {longest} tokens, but the model knows only {positions} positions; "
+            f"set data.max_length to {positions} or less."
+        )
+
+
 def _questions(
     config: TrainConfig, examples: Examples, tokenizer: PreTrainedTokenizerBase
 ) -> list[Question]:
@@ -130,7 +152,16 @@ def _questions(
 
 def _resume_point(config: TrainConfig, resume: Path) -> Checkpoint:
     found = open_checkpoint(resume)
-    changed = changed_settings(found.facts["config"], config)
+    log = run_of(resume) / "log.jsonl"
+    if log.exists():
+        read_log(log)  # what the report will be made of, before hours are spent
+    before = found.facts.get("config")
+    if not isinstance(before, dict) or not all(isinstance(part, dict) for part in before.values()):
+        raise HirankError(
+            f"The checkpoint {found.path} cannot be used: its manifest.json does not say what it "
+            "was trained with; resume from another one, or start the run again."
+        )
+    changed = changed_settings(before, config)
     if changed:
         raise HirankError(
             f"{resume} was trained with other settings ({', '.join(changed)}); "
@@ -157,7 +188,7 @@ def changed_settings(before: dict[str, Any], config: TrainConfig) -> list[str]:
 
 def _check_same_data(prepared: Prepared) -> None:
     resume = prepared.resume
-    if resume and resume.facts["data"] != prepared.fingerprint:
+    if resume and resume.facts.get("data") != prepared.fingerprint:
         raise HirankError(
             f"The training data is not what {resume.path} was trained on; "
             "restore the files, or start a new run."

@@ -10,6 +10,7 @@ import csv
 import difflib
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,8 +47,17 @@ def read_rows(path: Path) -> Iterator[Raw]:
 
 def check_file(path: Path) -> None:
     """Refuse what is not a readable kind of file, with a way out."""
+    try:
+        _check_file(path)
+    except OSError as error:
+        raise HirankError(f"The data file {path} cannot be read: {error.strerror}.") from error
+
+
+def _check_file(path: Path) -> None:
     if path.is_dir():
         raise HirankError(f"{path} is a folder; name the data files in it{_files_in(path)}.")
+    if path.is_symlink() and not os.path.exists(path):
+        raise HirankError(f"The data file {path} is a link to nowhere; check what it points to.")
     if not path.exists():
         raise HirankError(f"There is no data file {path}{_nearest(path)}.")
     if path.suffix.lower() not in READERS:
@@ -244,10 +254,14 @@ def _records(path: Path, reader: Iterator[list[str]]) -> Iterator[tuple[str, lis
 
 
 def _header(path: Path, cells: list[str]) -> list[str]:
-    twice = sorted({cell for cell in cells if cells.count(cell) > 1})
-    if twice:
-        raise HirankError(f"{path}:1: the header names the column {twice[0]!r} twice; rename one.")
+    _columns_once(f"{path}:1", cells)
     return cells
+
+
+def _columns_once(place: str | Path, names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise HirankError(f"{place}: the header names the column {twice[0]!r} twice; rename one.")
 
 
 def _csv_row(line: str, header: list[str], cells: list[str]) -> Raw:
@@ -266,11 +280,13 @@ def _parquet(path: Path) -> Iterator[Raw]:
 
     number = 0
     try:
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
+        file = pq.ParquetFile(path)
+        _columns_once(path, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=1024):
             for value in batch.to_pylist():
                 yield Raw(f"row {number}", value)
                 number += 1
-    except pa.ArrowException as error:
+    except (pa.ArrowException, ValueError, OverflowError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise HirankError(f"{path}: not a readable parquet file: {reason}.") from error
 

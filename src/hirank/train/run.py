@@ -14,22 +14,30 @@ What is in it:
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import itertools
 import os
 import platform
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
 
 from hirank.errors import HirankError
 from hirank.train.strict import Strict
 
-__all__ = ["RunConfig", "check_run_dir", "claim_run_dir", "cleared_on_failure", "versions"]
+__all__ = [
+    "RunConfig",
+    "alone_in",
+    "check_run_dir",
+    "claim_run_dir",
+    "cleared_on_failure",
+    "versions",
+]
 
 PACKAGES = ("hirank", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "triton")
 
@@ -52,13 +60,22 @@ class RunConfig(Strict):
     keep: PositiveInt = 2
     """How many checkpoints are kept; the oldest go first."""
 
+    @field_validator("dir")
+    @classmethod
+    def _is_a_name(cls, folder: Path | None) -> Path | None:
+        if folder is None:
+            return None
+        if "\0" in str(folder):
+            raise ValueError("a path cannot hold a null character")
+        return folder.expanduser()
+
 
 def check_run_dir(config: RunConfig) -> None:
     """Raise HirankError if the run's folder is taken or cannot be made. Writes nothing."""
-    if config.dir is not None and config.dir.exists():
+    if config.dir is not None and os.path.lexists(config.dir):
         raise HirankError(_taken(config.dir))
     place = (config.dir or Path("runs") / config.name).absolute()
-    parent = next(folder for folder in place.parents if folder.exists())
+    parent = next(folder for folder in place.parents if os.path.exists(folder))
     if not parent.is_dir():
         raise HirankError(f"Cannot make the run folder {place}: {parent} is not a folder.")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -106,6 +123,28 @@ def _make(folder: Path) -> None:
 
 
 @contextmanager
+def alone_in(run_dir: Path) -> Iterator[None]:
+    """Keep other processes from training in `run_dir` meanwhile; raise HirankError if one does.
+
+    The system ends this with the process, however that ends. Some network disks cannot do it.
+    """
+    handle = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise HirankError(
+            f"Another process is training in {run_dir}; wait for it, or stop it first."
+        ) from None
+    except OSError:
+        pass  # no locks here: as before there were any
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
 def cleared_on_failure(run_dir: Path, *, new: bool) -> Iterator[list[bool]]:
     """Remove a new run's folder if it fails before its first step.
 
@@ -117,6 +156,9 @@ def cleared_on_failure(run_dir: Path, *, new: bool) -> Iterator[list[bool]]:
     except BaseException:
         if new and not worth:
             shutil.rmtree(run_dir, ignore_errors=True)
+            if run_dir.parent == Path("runs"):
+                with suppress(OSError):  # other runs are in it
+                    run_dir.parent.rmdir()
         raise
 
 

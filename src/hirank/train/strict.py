@@ -8,7 +8,7 @@ __all__ = ["Strict"]
 
 
 class Strict(BaseModel):
-    """Settings that cannot change once made and that refuse unknown keys.
+    """Settings that cannot change once made and that refuse unknown keys, NaN and infinity.
 
     The docstring written under a field is that field's description, so help texts and the
     documentation of the YAML file come from the same words as the code.
@@ -17,5 +17,6 @@ class Strict(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
+        allow_inf_nan=False,
         use_attribute_docstrings=True,
     )

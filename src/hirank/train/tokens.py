@@ -290,7 +290,7 @@ def _render(
     plain = [{"role": message.role, "content": message.content} for message in messages]
     try:
         text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=prompt)
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise _Refused(f"the chat template refuses this conversation: {error}.") from error
     return str(text)
 
