@@ -19,7 +19,7 @@ help:           ## show this list
 
 install: $(STAMP)   ## make .venv with hirank in it (about a minute, once)
 
-$(STAMP): pyproject.toml constraints.txt scripts/install.py
+$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt scripts/install.py
 	@test -n "$(PYTHON)" || { echo "hirank needs Python 3.11 or newer: install one, or name it with PYTHON=." >&2; exit 2; }
 	$(PYTHON) scripts/install.py --venv $(VENV)
 	@touch $@
@@ -31,6 +31,8 @@ demo: $(STAMP)      ## fine-tune SmolLM2-135M (or MODEL=folder or Hub name) and 
 
 test: lint          ## style, types and every test that needs no GPU
 	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -c 'import triton' 2>/dev/null || { echo "No Triton here: its kernels were not tested."; exit 0; }; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(JOBS) tests/kernels tests/adapters -k "kernels or d12 or d19"
 
 lint: $(STAMP)      ## ruff, mypy and the house rules
 	$(BIN)/ruff check .

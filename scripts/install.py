@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
+CPU_CONSTRAINTS = ROOT / "constraints-cpu.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_SECONDS = 5
 
@@ -30,8 +31,12 @@ def main() -> None:
     python = make_environment(args.venv.absolute())
     # Old resolvers try one version after another where a new one looks once.
     pip(python, "install", "--upgrade", "pip")
-    pip(python, "install", "-c", str(CONSTRAINTS), *torch_arguments(python))
-    pip(python, "install", "-c", str(CONSTRAINTS), "-e", f"{ROOT}[{args.extras}]")
+    torch = torch_arguments(python)
+    pins = ["-c", str(CONSTRAINTS)]
+    if torch[0].endswith("+cpu"):
+        pins += ["-c", str(CPU_CONSTRAINTS)]
+    pip(python, "install", *pins, *torch)
+    pip(python, "install", *pins, "-e", f"{ROOT}[{args.extras}]")
 
 
 def make_environment(folder: Path) -> Path:
