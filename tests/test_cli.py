@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import hirank
-from helpers import chat_rows, save_tiny_model, tiny_llama, write_jsonl
+from helpers import chat_rows, save_tiny_model, tiny_llama, tiny_tokenizer, write_jsonl
 from hirank.cli import app
 from hirank.train import chat, trainer
 from hirank.train.checkpoint import step_dir
@@ -289,6 +290,37 @@ def test_corrupted_checkpoint_at_resume(config, tmp_path):
     assert "adapter_model.safetensors is damaged" in sentence and str(older) in sentence
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
     assert call("train", "--resume", older).exit_code == 0
+
+
+@pytest.mark.parametrize("change", [{"config": []}, {"config": {"model": None}}, {"data": 1}])
+def test_a_manifest_that_does_not_say_what_was_trained(config, tmp_path, change):
+    call("train", config())
+    path = step_dir(tmp_path / "out", 2) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    result = call("train", "--resume", tmp_path / "out")
+    assert (result.exit_code, is_one_sentence(result.stderr.strip())) == (2, True), result.output
+
+
+def test_a_broken_log_is_told_before_the_training(config, tmp_path):
+    call("train", config())
+    (tmp_path / "out" / "log.jsonl").write_text("{garbage\n\n")
+    result = call("train", "--resume", tmp_path / "out")
+    assert (result.exit_code, "loading" in result.output) == (2, False), result.output
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(config, tmp_path):
+    tiny_llama(vocab=100).save_pretrained(tmp_path / "small")
+    tiny_tokenizer().save_pretrained(tmp_path / "small")
+    sentence = refused(config(model={"name": str(tmp_path / "small")}), "knows only 100")
+    assert is_one_sentence(sentence)
+
+
+def test_rows_beyond_the_last_position_of_the_model(config, tmp_path):
+    small = GPT2Config(n_embd=16, n_layer=1, n_head=1, vocab_size=320, n_positions=8)
+    GPT2LMHeadModel(small).save_pretrained(tmp_path / "short")
+    tiny_tokenizer().save_pretrained(tmp_path / "short")
+    changed = config(model={"name": str(tmp_path / "short")})
+    assert is_one_sentence(refused(changed, "data.max_length to 8"))
 
 
 def test_unknown_key_and_wrong_type(config):

@@ -181,3 +181,9 @@ def test_the_oldest_checkpoints_go_first(tmp_path):
     rotate(tmp_path, 2)
     assert [path.name for path in steps(tmp_path)] == ["step-10", "step-9"]
     assert all(fault(path) is None for path in steps(tmp_path))
+
+
+def test_files_may_be_read_by_others_as_those_of_other_programs(tmp_path):
+    with atomic_folder(tmp_path / "a") as draft:
+        save_file({"w": torch.zeros(1)}, draft / "w.safetensors")
+    assert (tmp_path / "a" / "w.safetensors").stat().st_mode & 0o777 == 0o644

@@ -1,5 +1,7 @@
 """Settings from a file and from --set: what wins, what is refused, and in which words."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from hirank.train.config import (
 )
 
 MINIMAL = {"model": "some/model", "data": "rows.jsonl"}
+MINIMAL_TREE = {"model": {"name": "some/model"}, "data": {"train": "rows.jsonl"}}
 
 
 def config_file(folder: Path, tree: object) -> Path:
@@ -168,3 +171,66 @@ def test_a_missing_file_is_refused(tmp_path):
 def test_the_same_setting_under_two_names_is_refused(tmp_path):
     sentence = refusal(tmp_path, {"method": {"r": 8}, "lora_r": 16})
     assert "lora_r" in sentence and "method.r" in sentence
+
+
+# Files that YAML itself trips over.
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("optim: {lr: 1e-4}\noptim: {lr: 0.5}\n", "optim is given twice"),
+        ("optim: {lr: 1e-4, lr: 0.5}\n", "line 1, lr is given twice"),
+        ("run: {name: 2020-13-45}\n", "month must be in 1..12"),
+        ("run: {keep: !!int abc}\n", "invalid literal"),
+        ("run: {keep: " + "9" * 5000 + "}\n", "Exceeds the limit"),
+        ("model: " + "[" * 3000, "nested too deeply"),
+        ("model: a/b\ndata: {train: &a [*a]}\n", "data.train"),
+    ],
+)
+def test_yaml_that_cannot_be_meant_is_refused_in_one_sentence(tmp_path, text, said):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(HirankError, match=re.escape(said)) as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_merge_key_may_override_what_it_merges(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "model: &m {name: a/b, dtype: auto}\n"
+        "data: {train: d.jsonl}\n"
+        "optim: {<<: &o {lr: 1e-4, epochs: 2}, lr: 3e-4}\n"
+    )
+    assert (load_config(path).optim.lr, load_config(path).optim.epochs) == (3e-4, 2)
+
+
+@pytest.mark.parametrize("override", ["run.name=2020-99-99", "optim.lr=" + "[" * 3000])
+def test_set_takes_no_impossible_yaml(override):
+    with pytest.raises(HirankError, match="is not valid YAML"):
+        load_config(None, [override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["optim.lr=.inf", "optim.epochs=.inf", "optim.warmup=.inf", "eval.every=.inf"]
+    + ["run.save_every=.inf", "method.alpha=.inf", "method.alpha_pattern={q_proj: .inf}"]
+    + ["method.alpha_pattern={q_proj: -1}", "optim.seed=4294967296", "method.target_modules=("]
+    + ["method.rank_pattern={'[': 4}"],
+)
+def test_numbers_and_patterns_that_nothing_can_be_done_with(tmp_path, override):
+    assert override.partition("=")[0] in refusal(tmp_path, {}, (override,))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "a\0b"])
+def test_impossible_names_of_files_are_left_to_those_who_open_them(name):
+    config = load_config(None, [f"model={json.dumps(name)}", f"data.train={json.dumps(name)}"])
+    assert str(config.data.train[0]) == str(Path(name))
+
+
+def test_a_run_folder_may_be_in_the_home_folder_but_must_have_a_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build_config(MINIMAL_TREE | {"run": {"dir": "~/x"}}).run.dir == tmp_path / "x"
+    with pytest.raises(HirankError, match="null character"):
+        build_config(MINIMAL_TREE | {"run": {"dir": "a\0b"}})

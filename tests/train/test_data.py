@@ -290,3 +290,11 @@ def test_limits(tmp_path: Path) -> None:
     found = load(path, eval_fraction=0.3, limit=5, eval_limit=2)
     full = load(path, eval_fraction=0.3)
     assert found.train == full.train[:5] and found.eval == full.eval[:2]
+
+
+def test_content_nested_beyond_reading_is_a_bad_row(tmp_path: Path) -> None:
+    deep = '{"text": [' * 400 + '"x"' + "]}" * 400
+    answer = '{"role": "assistant", "content": "b"}'
+    row = f'{{"messages": [{{"role": "user", "content": [{deep}]}}, {answer}]}}'
+    (tmp_path / "a.jsonl").write_text(row + "\n")
+    assert "a.jsonl:1: " in refusal(tmp_path / "a.jsonl")

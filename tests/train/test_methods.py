@@ -99,3 +99,18 @@ def test_patterns_that_match_are_silent():
     layers = lora_layers(apply(tiny_llama(), config).model)
     ranks = {n.rpartition(".")[2]: layer.r["default"] for n, layer in layers.items()}
     assert (ranks["q_proj"], ranks["k_proj"]) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target_modules": ["q_proj", "gate_prj"]}, "'gate_prj'.*gate_proj"),
+        ({"modules_to_save": ["lm_heat"]}, "'lm_heat'.*lm_head"),
+        ({"modules_to_save": [""]}, "names ''"),
+        ({"r": 10**11}, "rank 100000000000 is larger"),
+        ({"rank_pattern": {"q_proj": 10**25}}, "is larger"),
+    ],
+)
+def test_a_name_that_fits_nothing_and_a_rank_beyond_memory_are_refused(settings, said):
+    with pytest.raises(HirankError, match=said):
+        check(meta_llama(), MethodConfig(**({"r": 4} | settings)))

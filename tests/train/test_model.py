@@ -1,12 +1,17 @@
 """Finding a model, and refusing one that is not there or cannot be read."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from helpers import save_tiny_model, tiny_tokenizer
+from helpers import save_tiny_model, tiny_llama, tiny_tokenizer
 from hirank.errors import HirankError
 from hirank.train.model import (
     ModelConfig,
+    learned_positions,
     load_architecture,
     load_model,
     load_tokenizer,
@@ -106,3 +111,51 @@ def test_a_config_that_cannot_be_read_is_one_sentence(tmp_path, text):
     with pytest.raises(HirankError, match="Cannot read the configuration") as caught:
         load_architecture(ModelConfig(name=str(tmp_path)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 3}, "are missing"),
+        ({"intermediate_size": 96}, "have another shape"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_instead_of_made_up(
+    tiny_model_dir, tmp_path, change, said
+):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "m")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | change))
+    with pytest.raises(HirankError, match=said):
+        load_model(ModelConfig(name=str(folder)))
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "abc"}, {"num_attention_heads": 5}, None])
+def test_a_config_that_makes_no_sense_is_refused(tiny_model_dir, tmp_path, change):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "m")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | change if change else []))
+    with pytest.raises(HirankError, match="Cannot read the configuration") as caught:
+        load_architecture(ModelConfig(name=str(folder)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_only_begins_like_gguf_is_refused(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"GGUFxxxx")
+    with pytest.raises(HirankError, match="Cannot read the"):
+        load_tokenizer(ModelConfig(name=str(tmp_path / "m.gguf")))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000])
+def test_a_name_too_long_for_a_file_is_no_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert locate(name).local is False
+    except HirankError as error:
+        assert "There is no model folder" in str(error)
+
+
+def test_learned_positions_are_told_from_computed_ones():
+    small = GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=16, n_positions=16)
+    assert learned_positions(GPT2LMHeadModel(small)) == 16
+    assert learned_positions(tiny_llama(vocab=512)) is None

@@ -191,3 +191,35 @@ def test_unknown_extension(tmp_path: Path, name: str) -> None:
 
 def test_empty_file(tmp_path: Path) -> None:
     assert "is empty" in refusal(tmp_path / "a.jsonl", "")
+
+
+# Places that cannot be looked at.
+
+
+def test_a_link_to_nowhere_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(HirankError, match="link to nowhere"):
+        list(read_rows(tmp_path / "a.jsonl"))
+
+
+def test_a_name_too_long_for_a_file(tmp_path: Path) -> None:
+    with pytest.raises(HirankError, match="too long"):
+        list(read_rows(tmp_path / ("x" * 300 + ".jsonl")))
+
+
+def test_a_parquet_column_given_twice(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(HirankError, match="'prompt' twice"):
+        list(read_rows(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [pa.array([b"\xff"]).view(pa.string()), pa.array([10**14], pa.timestamp("s"))],
+    ids=["text that is not UTF-8", "a date beyond the calendar"],
+)
+def test_parquet_values_that_python_cannot_hold(tmp_path: Path, column: pa.Array) -> None:
+    pq.write_table(pa.table({"prompt": column}), tmp_path / "a.parquet")
+    with pytest.raises(HirankError, match="not a readable parquet file"):
+        list(read_rows(tmp_path / "a.parquet"))

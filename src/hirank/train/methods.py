@@ -166,11 +166,11 @@ def check(model: Any, config: MethodConfig) -> int:
     if not config.method.adapter:
         return parameter_counts(model)[0]
     names = [name for name, _ in model.named_modules() if name]
-    _check_names("modules_to_save", config.modules_to_save, names)
+    _check_names("modules_to_save", config.modules_to_save, names, names)
     _check_sizes(model, config)
     wrapped = _wrap(model, config)
     adapted = dict(_adapted_layers(wrapped))
-    _check_names("target_modules", config.target_modules, list(adapted))
+    _check_names("target_modules", config.target_modules, adapted, names)
     head = model.get_output_embeddings()
     for name, layer in adapted.items():
         if layer is head:
@@ -190,17 +190,19 @@ def _check_sizes(model: Any, config: MethodConfig) -> None:
             raise HirankError(f"The rank {rank} is larger than any layer's size, {widest}.")
 
 
-def _check_names(setting: str, endings: object, names: list[str]) -> None:
-    """Refuse a name that nothing ends in: it is a slip of the pen, not a wish."""
+def _check_names(
+    setting: str, endings: object, matched: Iterable[str], names: Iterable[str]
+) -> None:
+    """Refuse a name that nothing matched ends in: it is a slip of the pen, not a wish."""
     for ending in endings if isinstance(endings, list) else []:
-        if not any(f".{name}".endswith(f".{ending}") for name in names):
+        if not any(f".{name}".endswith(f".{ending}") for name in matched):
             raise HirankError(
                 f"method.{setting} names {ending!r}, which nothing in the model ends in"
                 f"{_nearest(ending, names)}."
             )
 
 
-def _nearest(ending: str, names: list[str]) -> str:
+def _nearest(ending: str, names: Iterable[str]) -> str:
     near = get_close_matches(ending, {name.rpartition(".")[2] for name in names}, n=1)
     return f"; the nearest known one is {near[0]}" if near else ""
 
