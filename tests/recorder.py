@@ -118,7 +118,7 @@ class SavedBytes:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._owned:
             self._found[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that saved itself would never be freed
 
     @property
     def total(self) -> int:

@@ -28,9 +28,10 @@ def saved_bytes(forward: Callable[[], Tensor], owned: Iterable[Tensor]) -> int:
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
+        held = tensor.detach()  # an output that saved itself would never be freed
         if tensor.untyped_storage().data_ptr() not in ours:
-            kept.append(tensor.detach())
-        return tensor
+            kept.append(held)
+        return held
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
