@@ -98,6 +98,10 @@ def test_train_says_what_came_of_it(done):
         "Finished at step 2",
         "Held-out loss",
         "Exact match",
+        "Sample: say ",
+        "  expected  ",
+        "  before    ",
+        "  after     ",
         "hirank chat",
         "report.html",
     ):
@@ -112,8 +116,8 @@ def test_a_terminal_sees_only_our_words(config):
     shown = subprocess.run(words, capture_output=True, text=True, check=True, env=env)
     assert shown.stderr == ""
     starts = ("12 rows", "loading", "4,608", "step", "Finished", "Held-out", "Exact", "Weights")
-    lines = shown.stdout.splitlines()
-    assert [line for line in lines if not line.startswith((*starts, "Try it", "Report"))] == []
+    starts += ("Try it", "Report", "Sample: ", "  expected", "  before", "  after")
+    assert [line for line in shown.stdout.splitlines() if not line.startswith(starts)] == []
 
 
 def test_dry_run_writes_nothing(config, tmp_path):

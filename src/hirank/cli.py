@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 bad input (one sentence), 130 interrupted, 1 anything else
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from hirank.errors import HirankError
 
 if TYPE_CHECKING:
     from hirank.train.loop import RunResult
+    from hirank.train.summary import Sample
 
 __all__ = ["app", "chat", "main", "told", "train", "version"]
 
@@ -134,7 +136,8 @@ def _show_plan(settings: Any, resume: Path | None, console: Any) -> None:
 def _show_result(result: RunResult, console: Any) -> None:
     from hirank.train.quiet import say
 
-    lines = [f"{result.status.capitalize()} at step {result.step}."]
+    lines = [line for sample in result.samples for line in _sample_lines(sample)]
+    lines.append(f"{result.status.capitalize()} at step {result.step}.")
     lines += [
         f"{title}: {result.before[key]:.4g} before, {result.after[key]:.4g} after"
         for title, key in (("Held-out loss", "eval_loss"), ("Exact match", "exact_match"))
@@ -148,6 +151,16 @@ def _show_result(result: RunResult, console: Any) -> None:
     lines.append(f"Report:  {result.report}")
     for line in lines:
         say(console, line)
+
+
+def _sample_lines(sample: Sample) -> list[str]:
+    """The last line of a question, without the template's marks, and what became of its answer."""
+    lines = [re.sub(r"<\|[^|]*\|>", "", line).strip() for line in sample.prompt.splitlines()]
+    asked = [line for line in lines if line]
+    question = (asked[:-1] or asked or [""])[-1]  # the very last opens the answer
+    answers = [("expected", sample.expected), ("before", sample.before), ("after", sample.after)]
+    told = [f"  {name:<9} {' '.join(text.split())}" for name, text in answers if text is not None]
+    return [f"Sample: {question}", *told]
 
 
 @app.command()

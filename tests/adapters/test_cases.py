@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import set_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -145,11 +145,13 @@ def test_d05_identity_at_initialisation(dtype, bias, how):
     assert torch.equal(model(x), expected)
 
 
-def test_d05_a_trained_magnitude_is_left_alone():
-    model = stock(Lin(64, 32).bfloat16())
+@pytest.mark.parametrize("factor", [1.5, 1.001])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_d05_a_trained_magnitude_is_left_alone(dtype, factor):
+    model = stock(Lin(64, 32).to(dtype))
     layer = layer_of(model)
     with torch.no_grad():
-        layer.lora_magnitude_vector["default"].weight.mul_(1.5)
+        layer.lora_magnitude_vector["default"].weight.mul_(factor)
     before = layer.lora_magnitude_vector["default"].weight.detach().clone()
     hirank.accelerate(model)
     assert torch.equal(layer.lora_magnitude_vector["default"].weight, before)
@@ -218,6 +220,7 @@ CHANGES = {
     "rows swapped": lambda m, p: p["A"].data.copy_(p["A"].data.flip(0)),
     "base weight replaced": lambda m, p: _replace_base(m),
     "base weight in place": lambda m, p: layer_of(m).base_layer.weight.data.mul_(1.1),
+    "base columns but one": lambda m, p: layer_of(m).base_layer.weight.data[:, 1:].mul_(3),
     "magnitude": lambda m, p: p["m"].data.mul_(1.3),
     "float64": lambda m, p: m.double(),
 }
@@ -474,6 +477,41 @@ def test_d41_d60_settings_and_weights_must_agree_on_magnitudes(wrong, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": wrong != "flag"}))
     with pytest.raises(hirank.HirankError, match="lora_magnitude_vector"):
         load_adapter(Lin(16, 8), tmp_path)
+
+
+BROKEN = {
+    "r": {"r": "abc"},
+    "alpha": {"lora_alpha": "abc"},
+    "type": {"peft_type": None},
+    "unknown type": {"peft_type": "NO_SUCH"},
+    "regex": {"target_modules": "li(n"},
+    "pattern": {"rank_pattern": []},
+    "targets": {"target_modules": ["nothing"]},
+}
+
+
+@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN.keys())
+def test_broken_settings_are_one_sentence(change, tmp_path):
+    perturb(wrap(Lin(16, 8))).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(hirank.HirankError):
+        load_adapter(Lin(16, 8), tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["lora_A", "lora_B", "lora_magnitude_vector", "q_proj"])
+def test_an_incomplete_file_is_refused(lost, tmp_path):
+    wrap_llama().save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    weights = load_file(path)
+    gone = [key for key in weights if lost in key and "layers.0" in key]
+    gone = gone if lost == "q_proj" else gone[:1]  # a whole layer, or one tensor
+    save_file({key: value for key, value in weights.items() if key not in gone}, path)
+    with (
+        pytest.warns(UserWarning, match="missing"),
+        pytest.raises(hirank.HirankError, match="on one side only"),
+    ):
+        load_adapter(tiny_llama(), tmp_path)
 
 
 def test_d58_scaling_survives_patterns_and_rslora(tmp_path):

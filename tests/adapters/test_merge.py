@@ -98,3 +98,12 @@ def test_merged_weight_is_the_definition():
     copied.merge_adapter()
     merged = layer_of(copied).base_layer.weight
     torch.testing.assert_close(merged.double(), exact, rtol=1e-6, atol=1e-7)
+
+
+def test_unmerging_after_a_change_of_dtype():
+    model = perturb(wrap(Lin(24, 16)))
+    weight = layer_of(model).base_layer.weight.detach().clone()
+    model.merge_adapter()
+    model.half()
+    model.unmerge_adapter()
+    assert torch.equal(layer_of(model).base_layer.weight, weight.half())

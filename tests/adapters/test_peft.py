@@ -168,6 +168,14 @@ def test_patch_makes_converted_layers_until_removed():
     assert type(layer_of(stock(Lin(24, 16)))) is StockLinear
 
 
+def test_patches_may_be_removed_in_any_order():
+    first, second = hirank.patch_peft(), hirank.patch_peft()
+    first.remove()
+    assert type(layer_of(stock(Lin(24, 16)))) is FastLinear
+    second.remove()
+    assert type(layer_of(stock(Lin(24, 16)))) is StockLinear
+
+
 def test_patch_is_removed_when_the_block_fails():
     with pytest.raises(RuntimeError), hirank.patch_peft():
         raise RuntimeError

@@ -90,6 +90,16 @@ def test_rows_without_gain_keep_their_exact_gradients(dtype, bias):
     assert got["dmagnitude"][3].abs() > 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gain", [0.3, 0.05, 0.01])
+@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
+def test_small_gains_beside_a_bias(dtype, gain, bias):
+    case = LinearCase.make((64, 32, 24, 4), bias=bias)
+    assert case.magnitude is not None
+    case.magnitude.mul_(gain)
+    check(case, dtype)
+
+
 def test_rows_without_direction_are_finite_and_can_learn():
     """A zero weight row with B = 0 there: g = 1, so B gets a gradient."""
     case = LinearCase.make((11, 32, 24, 4), bias=False)

@@ -6,6 +6,7 @@ computes something else. Here it is an error.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ __all__ = ["CONFIG_FILE", "check_adapter", "load_adapter", "read_settings"]
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+# What PEFT raises over settings it cannot use.
+_PEFT_REFUSES = (
+    OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, re.error,
+)  # fmt: skip
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -39,13 +44,20 @@ def check_adapter(folder: Path) -> dict[str, Any]:
     weights disagree on whether there are magnitudes.
     """
     settings = read_settings(folder)
-    if settings.get("peft_type") != "LORA":
+    if not isinstance(settings.get("peft_type"), str):
+        raise HirankError(f"{folder / CONFIG_FILE} has no peft_type; take it from the run again.")
+    if settings["peft_type"] != "LORA":
         return settings
-    for key in ("r", "lora_alpha"):
+    for key, kinds in (("r", int), ("lora_alpha", int | float)):
         if settings.get(key) is None:
             raise HirankError(
                 f"{folder / CONFIG_FILE} has no {key}, without which the adapter's strength is "
                 "unknown; add the value it was trained with."
+            )
+        if not isinstance(settings[key], kinds) or isinstance(settings[key], bool):
+            raise HirankError(
+                f"{folder / CONFIG_FILE} has {key}: {settings[key]!r}, which is no number; "
+                "write the value it was trained with."
             )
     magnitudes = any("lora_magnitude_vector" in key for key in _keys(folder / WEIGHTS_FILE))
     if magnitudes and not settings.get("use_dora"):
@@ -87,7 +99,7 @@ def load_adapter(
     """
     from peft import PeftModel
 
-    from hirank.adapters.peft import accelerate
+    from hirank.adapters.peft import accelerate, unmatched_keys
 
     settings = check_adapter(folder)
     try:
@@ -97,7 +109,16 @@ def load_adapter(
             adapter_name=name,
             is_trainable=trainable,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except _PEFT_REFUSES as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
         raise HirankError(f"The adapter {folder} does not fit its base model: {reason}.") from error
-    return accelerate(wrapped) if settings.get("peft_type") == "LORA" else wrapped
+    if settings["peft_type"] != "LORA":
+        return wrapped
+    strangers = unmatched_keys(wrapped, name, _keys(folder / WEIGHTS_FILE))
+    if strangers:
+        raise HirankError(
+            f"The adapter {folder} does not fit its settings or its base model: "
+            f"{len(strangers)} weights are on one side only, {strangers[0]} first; take the "
+            "folder from the run again."
+        )
+    return accelerate(wrapped)

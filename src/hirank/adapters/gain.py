@@ -22,6 +22,7 @@ it, call `NormCache.clear` (`hirank.accelerate` does it for every layer).
 """
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,7 +60,10 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _sample(weight: Tensor) -> Tensor:
     flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach().T.reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLES)].clone()
+    stride = max(1, flat.numel() // _SAMPLES)
+    while math.gcd(stride, weight.shape[-1]) > 1:  # else only some columns would be watched
+        stride += 1
+    return flat[::stride].clone()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -10,8 +10,8 @@ Forward overwrites u. Backward reads dy and y once each, writes t, and sums dm o
 block of rows writes its own line of partial sums, added up afterwards in a fixed order. No
 atomics, so two runs agree bit for bit.
 
-Columns with |g| < 2^-10 (m = 0 above all) no longer hold v. The kernel that adds up the partial
-sums notices them and computes colsum(dy v) from the inputs,
+Columns with |g| < 2^-10, or 2^-2 beside a bias, no longer hold v (m = 0 above all). The kernel that
+adds up the partial sums notices them and computes colsum(dy v) from the inputs,
 
     colsum(dy v)[n] = <(dy^T x)[n], W[n]> + <(dy^T h)[n], B[n]>
 
@@ -37,6 +37,12 @@ __all__ = ["gain_backward", "gain_backward_ref", "gain_forward_", "gain_forward_
 
 UNREADABLE = 2.0**-10
 """|g| below which y has rounded away what v was."""
+UNREADABLE_BESIDE_BIAS = 2.0**-2
+"""The same where a bias was added: then y is rounded to the bias's size, not to that of g v."""
+
+
+def _limit(bias: Tensor | None) -> float:
+    return UNREADABLE if bias is None else UNREADABLE_BESIDE_BIAS
 
 
 # What it means.
@@ -71,7 +77,7 @@ def gain_backward_ref(
     if not need_dm:
         return t, gain.new_empty(0)
     alive = norm > 0
-    readable = (gain.abs() >= UNREADABLE) if y is not None else torch.zeros_like(alive)
+    readable = (gain.abs() >= _limit(bias)) if y is not None else torch.zeros_like(alive)
     out = torch.zeros_like(gain)
     if y is not None:
         v = y.to(gain.dtype) if bias is None else y.to(gain.dtype) - bias
@@ -250,7 +256,7 @@ def _launch_backward(
         _magnitude_kernel[(triton.cdiv(N, 32),)](
             dm, part, magnitude, norm, dy, x, h, weight, lora_B,
             M, N, x.shape[1], h.shape[1], parts,
-            ALL_UNREADABLE=y is None, DOT=dot_type(dy.dtype), LIMIT=UNREADABLE,
+            ALL_UNREADABLE=y is None, DOT=dot_type(dy.dtype), LIMIT=_limit(bias),
             BLOCK_P=32, BLOCK_N=32,
         )  # fmt: skip
     return t, dm

@@ -73,7 +73,7 @@ def _print_kernel(
     if kind == 2:
         address = tl.load(pointers + layer * 4)
         count = n * k
-        offset = offset * tl.maximum(count // CHUNK, 1)
+        offset = offset * (tl.maximum(count // CHUNK, 1) | 1)  # odd: all columns come by
         bits = _bits(address, offset, count, W_WIDE)
     else:
         address = tl.load(pointers + layer * 4 + 1 + kind)

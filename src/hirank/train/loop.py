@@ -27,6 +27,7 @@ from hirank.train.prepare import Prepared, prepare
 from hirank.train.quiet import quiet, say
 from hirank.train.run import alone_in, claim_run_dir, cleared_on_failure, versions
 from hirank.train.runlog import RunLog, read_log
+from hirank.train.summary import Sample, load_summary
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,6 +56,8 @@ class RunResult:
     report: Path
     before: dict[str, Any]
     after: dict[str, Any]
+    samples: list[Sample]
+    """The questions that were answered before and after, with both answers."""
 
 
 def train(config: TrainConfig, *, console: Console, resume: Path | None = None) -> RunResult:
@@ -257,6 +260,7 @@ class _Run:
             report=write_report(self.run_dir),
             before=next((e for e in evals if e["step"] == 0), {}),
             after=next((e for e in reversed(evals) if e["step"] == step), {}),
+            samples=load_summary(self.run_dir).samples,
         )
 
     def _say(self, text: str) -> None:

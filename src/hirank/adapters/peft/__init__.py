@@ -1,0 +1,19 @@
+"""PEFT stays at the door: every PEFT name, attribute and version difference is in this folder.
+
+`accelerate` turns the LoRA layers of a PEFT model into subclasses of themselves by setting their
+`__class__`. Parameters, state-dict keys, configuration and `isinstance` stay as they were, so
+saving, loading, optimizers and trainers notice nothing. Whatever a subclass does not support at a
+call it hands to PEFT's own forward, and `explain` tells why.
+
+    layer.py     the subclass: forward, merge, unmerge
+    route.py     which way a layer's next call goes, and why
+    convert.py   accelerate, restore, explain
+    patch.py     models yet to be made
+"""
+
+from hirank.adapters.peft.convert import accelerate, explain, restore, unmatched_keys
+from hirank.adapters.peft.layer import FastLinear
+from hirank.adapters.peft.patch import Patch, patch_peft
+
+__all__ = ["FastLinear", "Patch", "accelerate", "explain", "patch_peft", "restore"]
+__all__ += ["unmatched_keys"]

@@ -1,0 +1,104 @@
+"""Making PEFT create converted layers itself, for models yet to be made."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from peft.tuners.lora import layer as peft_lora
+from peft.tuners.lora import model as peft_model
+from peft.tuners.lora import variants as peft_variants
+from peft.tuners.lora.dora import DoraLinearLayer
+from torch import nn
+
+from hirank.adapters.gain import base_norm
+from hirank.adapters.peft.convert import convert
+from hirank.adapters.peft.route import plain_tensor
+
+__all__ = ["Patch", "patch_peft"]
+
+
+_undo: list[tuple[Any, str, Any]] = []
+_patches: set[int] = set()
+
+
+class Patch:
+    """One wish for converted layers; PEFT is restored when the last one is removed.
+
+    Also a context manager.
+    """
+
+    def __init__(self) -> None:
+        if not _patches:
+            variant, owner = peft_variants.DoraLinearVariant, peft_model.LoraModel
+            _replace(variant, "init", staticmethod(_fast_init(variant.init)))
+            _replace(owner, "_create_and_replace", _converting(owner._create_and_replace))
+        _patches.add(id(self))
+
+    def remove(self) -> None:
+        """Take the wish back. Models made meanwhile stay converted; twice is harmless."""
+        _patches.discard(id(self))
+        while _undo and not _patches:
+            owner, name, old = _undo.pop()
+            setattr(owner, name, old)
+
+    def __enter__(self) -> "Patch":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def _replace(owner: Any, name: str, new: Any) -> None:
+    _undo.append((owner, name, owner.__dict__[name]))
+    setattr(owner, name, new)
+
+
+def _fast_init(original: Callable[..., None]) -> Callable[..., None]:
+    """DoRA's init without the product B A where B is zero, and m kept in fp32."""
+
+    @functools.wraps(original)
+    def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
+        B = module.lora_B[adapter_name].weight
+        base = module.get_base_layer()
+        plain = type(base) is nn.Linear and plain_tensor(base.weight)
+        if not plain or base.weight.is_meta or B.is_meta or B.any():
+            return original(module, adapter_name, **kwargs)
+        holder = DoraLinearLayer(fan_in_fan_out=False)  # type: ignore[no-untyped-call]
+        holder.weight = nn.Parameter(base_norm(base.weight))
+        if not module.lora_magnitude_vector:
+            module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
+        module.lora_magnitude_vector[adapter_name] = holder
+
+    return init
+
+
+def _converting(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def create_and_replace(
+        self: Any,
+        lora_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        original(self, lora_config, adapter_name, target, target_name, parent, *args, **kwargs)
+        made = getattr(parent, target_name)
+        if isinstance(made, peft_lora.Linear):
+            convert(made)
+
+    return create_and_replace
+
+
+def patch_peft() -> Patch:
+    """Make PEFT itself create converted layers, until the returned patch is removed.
+
+    Besides saving the call of `accelerate`, this is quicker at creation: DoRA's init needs one
+    pass over each weight and no product B A, as B is still zero.
+
+        with hirank.patch_peft():
+            model = get_peft_model(base, LoraConfig(use_dora=True, ...))
+    """
+    return Patch()
