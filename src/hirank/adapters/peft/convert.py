@@ -33,14 +33,16 @@ def _fresh_magnitude(layer: Any, name: str) -> None:
         magnitude.data = magnitude.data.float()
     if layer.lora_B[name].weight.any():
         return
+    if not torch.equal(magnitude, magnitude.to(weight.dtype).to(magnitude.dtype)):
+        return
     norm = base_norm(weight)
-    rounded = torch.equal(magnitude, magnitude.to(weight.dtype).to(magnitude.dtype))
     slack = max(torch.finfo(weight.dtype).eps, 1e-6)
-    if rounded and torch.allclose(magnitude.detach().to(norm), norm, rtol=slack, atol=1e-12):
+    if torch.allclose(magnitude.detach().to(norm), norm, rtol=slack, atol=1e-12):
         magnitude.data = norm.to(device=magnitude.device)
 
 
-def convert(layer: Any) -> None:
+def convert(layer: Any, *, just_made: bool = False) -> None:
+    """Convert one layer if it is of a known kind; `just_made` by `patch`, m is right already."""
     known = type(layer) is peft_lora.Linear and type(layer.base_layer) is nn.Linear
     if known:
         layer.__class__ = FastLinear
@@ -51,7 +53,7 @@ def convert(layer: Any) -> None:
         norms.clear()
     for name in layer.lora_variant:
         norms_of(layer, name)  # known from the start, so that a first pass refreshes all at once
-        if not layer.merged and adapter_obstacle(layer, name) is None:
+        if not just_made and not layer.merged and adapter_obstacle(layer, name) is None:
             _fresh_magnitude(layer, name)
 
 

@@ -87,7 +87,7 @@ def _converting(original: Callable[..., None]) -> Callable[..., None]:
         original(self, lora_config, adapter_name, target, target_name, parent, *args, **kwargs)
         made = getattr(parent, target_name)
         if isinstance(made, peft_lora.Linear):
-            convert(made)
+            convert(made, just_made=True)
 
     return create_and_replace
 
