@@ -40,6 +40,8 @@ UNREADABLE = 2.0**-10
 UNREADABLE_BESIDE_BIAS = 2.0**-2
 """The same where a bias was added: then y is rounded to the bias's size, not to that of g v."""
 
+_BLOCK = 2**16  # elements that the reference's backward takes at a time
+
 
 def _limit(bias: Tensor | None) -> float:
     return UNREADABLE if bias is None else UNREADABLE_BESIDE_BIAS
@@ -73,15 +75,19 @@ def gain_backward_ref(
 ) -> tuple[Tensor, Tensor]:
     """t [M, N] and dm [N] (empty if not needed). `y` None: v is computed again for all columns."""
     gain = dora_gain(magnitude, norm)
-    t = (dy * gain).to(dy.dtype)
     if not need_dm:
-        return t, gain.new_empty(0)
+        return (dy * gain).to(dy.dtype), gain.new_empty(0)
     alive = norm > 0
     readable = (gain.abs() >= _limit(bias)) if y is not None else torch.zeros_like(alive)
-    out = torch.zeros_like(gain)
-    if y is not None:
-        v = y.to(gain.dtype) if bias is None else y.to(gain.dtype) - bias
-        out = (dy * v).sum(0) / torch.where(readable, gain, 1)
+    t, out = torch.empty_like(dy), torch.zeros_like(gain)
+    height = max(1, _BLOCK // max(1, dy.shape[1]))
+    for start in range(0, dy.shape[0], height):  # blocks stay in the cache between their passes
+        block = slice(start, start + height)
+        t[block] = dy[block] * gain
+        if y is not None:
+            v = y[block].to(gain.dtype) if bias is None else y[block].to(gain.dtype) - bias
+            out += (dy[block] * v).sum(0)
+    out /= torch.where(readable, gain, 1)
     rows = (alive & ~readable).nonzero().squeeze(1)
     if rows.numel():
         v = torch.addmm(x @ weight[rows].T, h, lora_B[rows].T)
