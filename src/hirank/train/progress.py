@@ -93,7 +93,7 @@ class _Stopwatch:
         return busy
 
     def eta(self, step: int, last_step: int) -> float | None:
-        """Seconds to go at this session's pace, evaluation and saving included."""
+        """Seconds to go at the pace so far, evaluation and saving included."""
         done = step - self._first_step
         if done <= 0:
             return None
