@@ -110,6 +110,13 @@ def test_train_says_what_came_of_it(done):
     assert (run_dir / "report.html").is_file()
 
 
+def test_a_loss_that_is_no_number_is_told(config):
+    ruin = {"optim": {"max_steps": 4, "lr": 1e30}, "method": {"name": "full"}}
+    result = call("train", config(**ruin))
+    assert result.exit_code == 0, result.output
+    assert "The loss was no finite number at step" in result.stdout
+
+
 def test_a_terminal_sees_only_our_words(config):
     words = [sys.executable, "-m", "hirank", "train", str(config(optim={"max_steps": 1}))]
     env = os.environ | {"PYTHONPATH": str(Path(hirank.__file__).parents[1])}

@@ -143,6 +143,11 @@ def _show_result(result: RunResult, console: Any) -> None:
         for title, key in (("Held-out loss", "eval_loss"), ("Exact match", "exact_match"))
         if key in result.before and key in result.after
     ]
+    if result.nonfinite_step is not None:
+        lines.append(
+            f"The loss was no finite number at step {result.nonfinite_step}, so the last weights "
+            "are likely ruined: lower optim.lr and train again."
+        )
     if result.status == "interrupted":
         lines.append(f"Resume with: hirank train --resume {result.run_dir}")
     else:

@@ -58,6 +58,8 @@ class RunResult:
     after: dict[str, Any]
     samples: list[Sample]
     """The questions that were answered before and after, with both answers."""
+    nonfinite_step: int | None
+    """The first step whose loss was NaN or infinite."""
 
 
 def train(config: TrainConfig, *, console: Console, resume: Path | None = None) -> RunResult:
@@ -251,6 +253,7 @@ class _Run:
         write_text(self.run_dir / "samples.jsonl", _sample_lines(events))
         write_card(self.run_dir)
         evals = [event for event in events if event["event"] == "eval"]
+        summary = load_summary(self.run_dir)
         return RunResult(
             run_dir=self.run_dir,
             status=status,
@@ -260,7 +263,8 @@ class _Run:
             report=write_report(self.run_dir),
             before=next((e for e in evals if e["step"] == 0), {}),
             after=next((e for e in reversed(evals) if e["step"] == step), {}),
-            samples=load_summary(self.run_dir).samples,
+            samples=summary.samples,
+            nonfinite_step=summary.nonfinite_step,
         )
 
     def _say(self, text: str) -> None:
