@@ -16,7 +16,7 @@ from hirank.kernels._tuning_store import Block, Saved
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
-OTHER = Saved(Block(4, 1024, 8), 4096)
+OTHER = Saved(Block(4, 1024, 8), Block(2, 512, 4), 4096)
 H200 = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132}
 STRANGE = {"name": "Acme One", "major": 99, "minor": 0, "multi_processor_count": 10}
 OLD = {"name": "NVIDIA GeForce RTX 2080", "major": 7, "minor": 5, "multi_processor_count": 46}
@@ -229,6 +229,9 @@ def test_what_was_saved_is_used_and_said(pretend, fresh):
     _tuning._KNOWN.clear()
     found = tiles(GPU)
     assert found.gain_forward == replace(table.gain_forward, block_m=4, block_n=1024)
+    assert found.compose_forward == replace(
+        table.compose_forward, block_m=2, block_n=512, num_warps=4
+    )
     assert found.min_inference == 4096
     assert "tuned on this GPU" in tier(2**24, GPU, False)[1]
 
@@ -267,6 +270,7 @@ def good() -> dict:
         "gpu": "NVIDIA H200",
         "triton": "3.6.0",
         "gain_forward": block,
+        "compose_forward": block,
         "min_inference": 1024,
     }
 
@@ -344,7 +348,7 @@ def test_a_save_that_fails_leaves_the_old_file_whole(monkeypatch):
 
 def test_nothing_illegal_is_saved(fresh):
     with pytest.raises(ValueError, match="block_m is 3"):
-        _tuning_store.save("NVIDIA H200", "3.6.0", Saved(Block(3, 64, 4), None))
+        _tuning_store.save("NVIDIA H200", "3.6.0", OTHER._replace(gain_forward=Block(3, 64, 4)))
     assert list(fresh.iterdir()) == []
 
 

@@ -33,6 +33,7 @@ SUITES = {
     "decode": Suite(settings.Decode, "inference", "run_decode"),
     "init": Suite(settings.Init, "init"),
     "convergence": Suite(settings.Convergence, "convergence"),
+    "tune": Suite(settings.Tune, "tune"),
 }
 # Seconds on any CPU, even a busy one: threads would wait for each other there. Records nothing.
 TINY = (

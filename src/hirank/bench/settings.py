@@ -23,6 +23,7 @@ __all__ = [
     "Model",
     "Norm",
     "Prefill",
+    "Tune",
     "add_options",
     "combinations",
 ]
@@ -118,6 +119,15 @@ class Convergence:
     batch: int = _setting(4, "sequences of a step")
     steps: int = _setting(500, "optimizer steps")
     lr: float = _setting(2e-4, "learning rate of AdamW, constant")
+
+
+@dataclass(frozen=True)
+class Tune:
+    """The fastest tiles of this GPU, and from which size its kernels pay; used from then on."""
+
+    shape: str = _setting("qwen3-8b", "in x out features: 4096x12288, or a set by name: qwen3-8b")
+    tokens: int = _setting(4096, "rows of the output")
+    keep: bool = _setting(True, "write what was found to the user's cache folder")
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type) -> None:

@@ -30,7 +30,8 @@ from hirank.kernels._triton import HAS_TRITON, interpreting, triton
 from hirank.kernels._tuning_store import Block
 
 __all__ = ["GAIN_BACKWARD", "GAIN_FORWARD", "NORM", "Elementwise", "Family", "Norm"]
-__all__ += ["TABLE", "UNKNOWN", "Tiles", "family_of", "override", "pays", "tier", "tiles"]
+__all__ += ["TABLE", "UNKNOWN", "Tiles", "family_of", "forget", "override", "pays"]
+__all__ += ["tabled", "tier", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,11 @@ def override(device: torch.device, other: Tiles) -> Iterator[None]:
             _KNOWN[device] = before
 
 
+def forget(device: torch.device) -> None:
+    """Let the next use of `device` be its first: a new file was written."""
+    _KNOWN.pop(device, None)
+
+
 # The first use of a device.
 
 
@@ -223,18 +229,23 @@ def _first_use_of_gpu(device: torch.device) -> Tiles:
     return found
 
 
+def tabled(properties: Any) -> Tiles:
+    """What the table says of a GPU, whatever was tuned."""
+    row = TABLE.get(family_of(properties), UNKNOWN)
+    return _plain(row, properties.multi_processor_count)
+
+
 def _of_gpu(properties: Any) -> Tiles:
     """Row of the table, and over it what `hirank bench tune` found on such a GPU."""
     name = properties.name
-    row = TABLE.get(family_of(properties), UNKNOWN)
-    found = _plain(row, properties.multi_processor_count)
+    found = tabled(properties)
     obstacle = _obstacle(properties)
     if obstacle is not None:
         return replace(found, obstacle=obstacle)
     saved = _tuning_store.load(name, triton.__version__)
     if saved is not None:
         return _tuned(found, saved)
-    if row is UNKNOWN:
+    if family_of(properties) not in TABLE:
         source = f"unknown GPU {name!r}: default tiles; run hirank bench tune"
         return replace(found, source=source)
     return found
@@ -273,7 +284,8 @@ def _tuned(found: Tiles, saved: _tuning_store.Saved) -> Tiles:
     found = replace(
         found,
         gain_forward=Elementwise(*saved.gain_forward, programs),
-        source=f"forward tile tuned on this GPU, others: {found.source}",
+        compose_forward=Elementwise(*saved.compose_forward, programs),
+        source=f"forward tiles tuned on this GPU, backward: {found.source}",
     )
     if saved.min_inference is None:
         return found

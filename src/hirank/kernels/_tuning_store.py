@@ -22,6 +22,7 @@ SCHEMA = 1
 LARGEST = 2**20  # elements of a block, Triton's own limit
 MOST_WARPS = 16  # 1024 threads in warps of 64
 _MOST_ELEMENTS = 2**31
+_BLOCKS = ("gain_forward", "compose_forward")
 
 
 class Block(NamedTuple):
@@ -36,6 +37,7 @@ class Saved(NamedTuple):
     """Content of a file."""
 
     gain_forward: Block
+    compose_forward: Block
     min_inference: int | None
     """None: the plain formula and the kernel differed in a bit, or were not compared."""
 
@@ -107,16 +109,20 @@ def _read(data: Any, gpu: str, triton_version: str) -> Saved:
     for key, value in (("schema", SCHEMA), ("gpu", gpu), ("triton", triton_version)):
         if type(data[key]) is not type(value) or data[key] != value:
             raise ValueError(f"{key} is {data[key]!r}, not {value!r}")
-    return Saved(_block(data["gain_forward"]), _elements(data["min_inference"]))
+    gain, compose = (_block(name, data[name]) for name in _BLOCKS)
+    return Saved(gain, compose, _elements(data["min_inference"]))
 
 
-def _block(data: Any) -> Block:
+def _block(name: str, data: Any) -> Block:
     if not isinstance(data, dict) or set(data) != set(Block._fields):
-        raise ValueError(f"gain_forward must hold exactly {', '.join(Block._fields)}")
-    block = Block(**data)
+        raise ValueError(f"{name} must hold exactly {', '.join(Block._fields)}")
+    return _legal(name, Block(**data))
+
+
+def _legal(name: str, block: Block) -> Block:
     wrong = fault(block)
     if wrong:
-        raise ValueError(f"gain_forward: {wrong}")
+        raise ValueError(f"{name}: {wrong}")
     return block
 
 
@@ -133,14 +139,12 @@ def save(gpu: str, triton_version: str, found: Saved) -> Path:
         ValueError: a block that no GPU could run.
         OSError: the folder cannot be written.
     """
-    wrong = fault(found.gain_forward)
-    if wrong:
-        raise ValueError(f"gain_forward: {wrong}")
+    blocks = {name: _legal(name, getattr(found, name))._asdict() for name in _BLOCKS}
     path = place(gpu, triton_version)
     if path is None:
         raise OSError(errno.ENOENT, "there is no home folder")
-    content = {"schema": SCHEMA, "gpu": gpu, "triton": triton_version}
-    content |= found._asdict() | {"gain_forward": found.gain_forward._asdict()}
+    content: dict[str, Any] = {"schema": SCHEMA, "gpu": gpu, "triton": triton_version}
+    content |= found._asdict() | blocks
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path, json.dumps(content, indent=2) + "\n")
     return path
