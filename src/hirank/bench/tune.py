@@ -147,10 +147,9 @@ def tuned(
             session.tidy()
     least = _crossovers(table, session) if "crossover" in arms else Least()
     session.say(_row(chosen, least))
-    forward = [
-        chosen.get(name, _block(name, table)) for name in ("gain-forward", "compose-forward")
-    ]
-    return Saved(*forward, min_inference=least.inference if least.equal else None), results
+    names = ("gain-forward", "compose-forward")
+    gain, compose = (chosen.get(name, _block(name, table)) for name in names)
+    return Saved(gain, compose, least.inference if least.equal else None), results
 
 
 def _attribute(name: str) -> str:
@@ -272,7 +271,7 @@ def _pass(name: str, rows: int, columns: int, device: torch.device) -> Way:
     if name == "compose-forward":
         return lambda: dora_compose(u, v, gain, norm, scale=2.0)
     leaves = [one.requires_grad_() for one in (u, v, gain)]
-    out = dora_compose(*leaves, norm, scale=2.0)
+    out = dora_compose(u, v, gain, norm, scale=2.0)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
