@@ -20,6 +20,8 @@ from hirank.kernels._tuning_store import Block, Saved, fault
 CPU = torch.device("cpu")
 PASSES = [name for name in tune.ARMS if name != "crossover"]
 A, B, C = Block(8, 128, 4), Block(16, 256, 4), Block(16, 512, 8)
+TABLE = _tuning._plain(UNKNOWN, 4)
+BEFORE = tune.unmeasured(TABLE)
 SMALL = Tune(shape="48x32", tokens=8)
 
 
@@ -93,10 +95,9 @@ def test_crossover(eager, fused, expected):
 
 @pytest.mark.parametrize("name", PASSES)
 def test_a_faster_tile_is_found_and_only_forward_tiles_are_kept(name, session, said):
-    table = _tuning._plain(UNKNOWN, 4)
-    liked = next(block for block in blocks(name) if block != tune._block(name, table))
+    liked = next(block for block in blocks(name) if block != tune._block(name, TABLE))
     one = replace(session, arms=(name,))
-    kept, results = tune.tuned(table, SMALL, one, clock_that_likes(name, liked))
+    kept, results = tune.tuned(TABLE, BEFORE, SMALL, one, clock_that_likes(name, liked))
     expected = {
         "gain-forward": Saved(liked, UNKNOWN.compose_forward, None),
         "compose-forward": Saved(UNKNOWN.gain_forward, liked, None),
@@ -105,25 +106,30 @@ def test_a_faster_tile_is_found_and_only_forward_tiles_are_kept(name, session, s
     assert any("is 2.00 x as fast as the table's" in line for line in said)
     assert f"{name.replace('-', '_')}=Block{tuple(liked)}" in said[-1]
     assert [result.metrics["block"] for result in results] == [
-        list(tune._block(name, table)),
+        list(tune._block(name, TABLE)),
         list(liked),
     ]
 
 
+def test_what_is_not_tuned_again_stays_as_it_was(session):
+    before = Saved(A, B, 512)
+    one = replace(session, arms=("compose-forward",))
+    clock = clock_that_likes("compose-forward", C)
+    assert tune.tuned(TABLE, before, SMALL, one, clock)[0] == Saved(A, C, 512)
+
+
 def test_without_a_faster_tile_the_table_stays(session, said):
-    table = _tuning._plain(UNKNOWN, 4)
     one = replace(session, arms=("gain-forward",))
-    kept, results = tune.tuned(table, SMALL, one, clock_that_likes("gain-forward", None))
+    kept, results = tune.tuned(TABLE, BEFORE, SMALL, one, clock_that_likes("gain-forward", None))
     assert kept.gain_forward == UNKNOWN.gain_forward
     assert any("stays" in line for line in said) and len(results) == 1
 
 
 def test_a_tile_that_changes_a_bit_is_not_kept(session, said, monkeypatch):
-    table = _tuning._plain(UNKNOWN, 4)
     liked = blocks("gain-forward")[0]
     monkeypatch.setattr(tune, "_same_bits", lambda *arguments: False)
     one = replace(session, arms=("gain-forward",))
-    kept, _ = tune.tuned(table, SMALL, one, clock_that_likes("gain-forward", liked))
+    kept, _ = tune.tuned(TABLE, BEFORE, SMALL, one, clock_that_likes("gain-forward", liked))
     assert kept.gain_forward == UNKNOWN.gain_forward
     assert any("differ in a bit" in line for line in said)
 
@@ -133,7 +139,7 @@ def crossovers(session, monkeypatch) -> Saved:
     monkeypatch.setattr(tune, "_WIDTH", 16)
     monkeypatch.setattr(tune, "calls", lambda go, count, device: 1e-3)
     one = replace(session, arms=("crossover",))
-    return tune.tuned(_tuning._plain(UNKNOWN, 4), SMALL, one, lambda go: [1.0])[0]
+    return tune.tuned(TABLE, BEFORE, SMALL, one, lambda go: [1.0])[0]
 
 
 def test_the_crossover_for_inference_is_kept_where_all_bits_agree(session, said, monkeypatch):

@@ -105,8 +105,9 @@ def run(settings: Tune, session: Session) -> list[Result]:
         session.say(f"There is nothing to tune: {obstacle}.")
         return []
     properties = torch.cuda.get_device_properties(device)
-    clock = _gpu_clock(10.0 * session.repeats)
-    found, results = tuned(_tuning.tabled(properties), settings, session, clock)
+    table, clock = _tuning.tabled(properties), _gpu_clock(10.0 * session.repeats)
+    before = _tuning_store.load(properties.name, triton.__version__) or unmeasured(table)
+    found, results = tuned(table, before, settings, session, clock)
     if settings.keep:
         session.say(f"kept in {_kept(properties.name, found)}")
         _tuning.forget(device)
@@ -133,10 +134,18 @@ def _gpu_clock(milliseconds: float) -> Clock:
     return clock
 
 
+def unmeasured(table: Tiles) -> Saved:
+    """What is kept of a GPU on which nothing was tuned."""
+    return Saved(_block("gain-forward", table), _block("compose-forward", table), None)
+
+
 def tuned(
-    table: Tiles, settings: Tune, session: Session, clock: Clock
+    table: Tiles, before: Saved, settings: Tune, session: Session, clock: Clock
 ) -> tuple[Saved, list[Result]]:
-    """What is to be kept, and results for the table's and the best block of each pass and shape."""
+    """What is to be kept, and results for the table's and the best block of each pass and shape.
+
+    What the session's arms leave out stays as it was `before`.
+    """
     chosen: dict[str, Block] = {}
     results = []
     arms = session.chosen(ARMS)
@@ -147,9 +156,10 @@ def tuned(
             session.tidy()
     least = _crossovers(table, session) if "crossover" in arms else Least()
     session.say(_row(chosen, least))
-    names = ("gain-forward", "compose-forward")
-    gain, compose = (chosen.get(name, _block(name, table)) for name in names)
-    return Saved(gain, compose, least.inference if least.equal else None), results
+    kept: dict[str, Any] = {_attribute(n): chosen[n] for n in chosen if n.endswith("forward")}
+    if "crossover" in arms:
+        kept["min_inference"] = least.inference if least.equal else None
+    return before._replace(**kept), results
 
 
 def _attribute(name: str) -> str:

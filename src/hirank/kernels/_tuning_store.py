@@ -85,7 +85,7 @@ def load(gpu: str, triton_version: str) -> Saved | None:
         return None
     try:
         return _read(json.loads(path.read_text(encoding="utf-8")), gpu, triton_version)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:  # JSON and UTF-8 raise ValueErrors
         _say_ignored(path, error)
