@@ -31,6 +31,7 @@ from hirank.errors import HirankError
 __all__ = [
     "ARMS",
     "MAGNITUDE",
+    "SCALE",
     "adapt",
     "autocast",
     "base_dtype",
@@ -43,6 +44,7 @@ __all__ = [
 
 ARMS = ("base", "peft-lora", "peft-dora", "dense-dora", "hirank-lora", "hirank-dora")
 MAGNITUDE = "lora_magnitude_vector"
+SCALE = 2.0  # s: lora_alpha by rank
 _BRANCH = 0.1  # norm of s B A by the norm of W
 _STRETCH = 0.1  # spread of m around the norm
 
@@ -120,7 +122,7 @@ def adapt(
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, lora_dropout=dropout, use_dora=dora, target_modules=to
+        r=rank, lora_alpha=int(SCALE * rank), lora_dropout=dropout, use_dora=dora, target_modules=to
     )
     with warnings.catch_warnings():
         # PEFT 0.21 asks Transformers 5.24 by an old name
@@ -167,8 +169,7 @@ def _perturbed(model: nn.Module, name: str, value: Tensor) -> Tensor:
         return noise.div_(value.shape[1] ** 0.5)
     weight = model.get_parameter(name.partition(".lora_B.")[0] + ".base_layer.weight")
     length = torch.linalg.vector_norm(weight, dtype=torch.float32) / weight.shape[0] ** 0.5
-    scaling = 2.0  # lora_alpha by rank, see adapt
-    return noise.mul_(_BRANCH * length / (scaling * value.shape[1] ** 0.5))
+    return noise.mul_(_BRANCH * length / (SCALE * value.shape[1] ** 0.5))
 
 
 def computed_norms(model: nn.Module) -> tuple[int, int]:

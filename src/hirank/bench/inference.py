@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hirank.bench import arms as arms_
 from hirank.bench.compat import kept_keys_and_values
-from hirank.bench.model import agreements_of
+from hirank.bench.model import judged
 from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
 from hirank.bench.settings import Decode, Prefill
@@ -58,9 +58,8 @@ def _run(
     seconds: Callable[[nn.Module, Tensor], float],
 ) -> list[Result]:
     base = session.base(settings.model)
-    models = arms_.build(base, session.chosen(ARMS), rank=settings.rank)
     ids = _prompt(base, settings.batch, prompt, session.device)
-    agreements = agreements_of(models, ids, session)
+    models, agreements = judged(base, ids, session, rank=settings.rank)
     precision = _precision(models, settings.half, session.device)
 
     def step_of(model: nn.Module) -> Callable[[], Sample]:

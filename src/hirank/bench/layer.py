@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hirank.bench import arms as arms_
-from hirank.bench.gate import agreement
+from hirank.bench.gate import agreement, with_judges
 from hirank.bench.memory import saved_bytes
 from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
@@ -50,7 +50,8 @@ def _one_shape(n_in: int, n_out: int, settings: Layer, session: Session) -> list
     device = session.device
     torch.manual_seed(0)
     base = OneLinear(n_in, n_out, device).requires_grad_(False)
-    models = arms_.build(base, session.chosen(ARMS), rank=settings.rank, targets=["linear"])
+    names = session.chosen(ARMS)
+    models = arms_.build(base, with_judges(names), rank=settings.rank, targets=["linear"])
     dtype = arms_.base_dtype(device)
     x = torch.randn(settings.tokens, n_in, device=device, dtype=dtype).requires_grad_()
     dy = torch.randn(settings.tokens, n_out, device=device, dtype=dtype)
@@ -58,10 +59,10 @@ def _one_shape(n_in: int, n_out: int, settings: Layer, session: Session) -> list
     def probe(model: nn.Module) -> Tensor:
         return _both(model, x, dy, device)
 
-    agreements = agreement(models, probe, dtype)
+    agreements = agreement(base, models, probe, dtype)
     for name, found in agreements.items():
         session.say(f"{n_in}x{n_out} {name} {found}")
-    steps = {name: _step(model, x, dy, settings, device) for name, model in models.items()}
+    steps = {name: _step(models[name], x, dy, settings, device) for name in names}
     _, samples = session.measure(steps)
     more = {name: _facts(models[name], x, dy, device) for name in samples}
     return results(samples, "both_s", agreements=agreements, more=more)

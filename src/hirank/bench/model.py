@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from hirank.adapters.peft import explain
 from hirank.bench import arms as arms_
 from hirank.bench.compat import checkpoint_blocks
-from hirank.bench.gate import Agreement, agreement
+from hirank.bench.gate import Agreement, agreement, with_judges
 from hirank.bench.memory import cache_bytes, saved_bytes, size, state_bytes
 from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
@@ -60,7 +60,13 @@ class _Arm:
         return found
 
     def step(self) -> Sample:
-        """One step, timed. Leaves no gradients behind."""
+        """One step, timed. Leaves no gradients behind, not even where memory ran out."""
+        try:
+            return self._timed()
+        finally:
+            self._forget()
+
+    def _timed(self) -> Sample:
         marks = Marks(self.device)
         if self.optimizer is None:
             _nudge(self.model)
@@ -73,10 +79,11 @@ class _Arm:
             self.optimizer.zero_grad()
         marks.mark()
         synchronize(self.device)
-        wall = time.perf_counter() - start
+        return self._sample(time.perf_counter() - start, marks.spans())
+
+    def _forget(self) -> None:
         for parameter in arms_.trainable(self.model).values():
             parameter.grad = None
-        return self._sample(wall, marks.spans())
 
     def _gradients(self, marks: Marks) -> None:
         for ids in self.ids:
@@ -112,35 +119,44 @@ def gate_probe(model: nn.Module, ids: Tensor, device: torch.device) -> Tensor:
 
 
 def run(settings: Model, session: Session) -> list[Result]:
-    """Check that the arms agree, then time them in turn, then count bytes and norms."""
+    """Hold the arms against the truth, then time them in turn, then count bytes and norms."""
     _require_next_token(settings)
     base = session.base(settings.model)
-    models = arms_.build(base, session.chosen(ARMS), rank=settings.rank, dropout=settings.dropout)
+    models, agreements = judged(
+        base, _ids(settings, base)[0], session, rank=settings.rank, dropout=settings.dropout
+    )
     arms = _arms(settings, session, models)
-    agreements = agreements_of(models, next(iter(arms.values())).ids[0], session)
     more = {name: {"saved_bytes": count} for name, count in _saved(arms, settings).items()}
     if settings.checkpointing:
         for model in models.values():
             checkpoint_blocks(model)
     steps, samples = session.measure({name: arm.step for name, arm in arms.items()})
+    unfit = [Result(name, {"out_of_memory": True}) for name in arms if name not in steps]
     for name in steps:
         walls = sorted(sample["wall_s"] for sample in samples[name])
         more.setdefault(name, {}).update(_facts(arms, name, walls[len(walls) // 2]))
-    return results(samples, "wall_s", agreements=agreements, more=more)
+    return results(samples, "wall_s", agreements=agreements, more=more) + unfit
 
 
-def agreements_of(
-    models: dict[str, nn.Module], ids: Tensor, session: Session
-) -> dict[str, Agreement]:
-    """How far hirank's arms are from PEFT's, said and returned; `ids` [batch, seq]."""
+def judged(
+    base: nn.Module, ids: Tensor, session: Session, *, rank: int, dropout: float = 0.0
+) -> tuple[dict[str, nn.Module], dict[str, Agreement]]:
+    """The arms that were asked for, and the verdict on each that has a judge; `ids` [batch, seq].
+
+    A judge that was not asked for is built for the verdict alone.
+    """
+    names = session.chosen(ARMS)
+    models = arms_.build(base, with_judges(names), rank=rank, dropout=dropout)
+    ids = ids.to(session.device)
 
     def probe(model: nn.Module) -> Tensor:
         return gate_probe(model, ids, session.device)
 
-    found = agreement(models, probe, arms_.base_dtype(session.device))
-    for name, one in found.items():
+    dtype = arms_.base_dtype(session.device)
+    agreements = agreement(base, models, probe, dtype, dropout=dropout)
+    for name, one in agreements.items():
         session.say(f"{name} {one}")
-    return found
+    return {name: models[name] for name in names}, agreements
 
 
 def _require_next_token(settings: Model) -> None:
@@ -153,11 +169,15 @@ def _require_next_token(settings: Model) -> None:
         )
 
 
-def _arms(settings: Model, session: Session, models: dict[str, nn.Module]) -> dict[str, _Arm]:
+def _ids(settings: Model, base: Any) -> Tensor:
+    """[accumulation, batch, seq]"""
     shape = (settings.accumulation, settings.batch, settings.seq)
-    vocabulary = next(iter(models.values())).config.vocab_size  # type: ignore[union-attr]
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, int(vocabulary), shape, generator=draw).to(session.device)  # type: ignore[arg-type]
+    return torch.randint(0, base.config.vocab_size, shape, generator=draw)
+
+
+def _arms(settings: Model, session: Session, models: dict[str, nn.Module]) -> dict[str, _Arm]:
+    ids = _ids(settings, next(iter(models.values()))).to(session.device)
     weights = {name: p for model in models.values() for name, p in arms_.trainable(model).items()}
     optimizer = None
     if settings.optimizer and weights:
@@ -184,13 +204,19 @@ def _saved(arms: dict[str, _Arm], settings: Model) -> dict[str, int]:
         return {}
     found = {}
     for name, arm in arms.items():
-        owned = [*arm.model.parameters(), *arm.model.buffers()]
-        ids = arm.ids[0, :1, :count]
-        with arms_.autocast(arm.device):
-            with torch.no_grad():
-                arm.logits(ids, 1)  # a norm that is kept is no activation
-            found[name] = saved_bytes(lambda arm=arm, ids=ids: arm.loss(ids, 2), owned)  # type: ignore[misc]
+        try:
+            found[name] = _saved_by(arm, arm.ids[0, :1, :count])
+        except torch.OutOfMemoryError:  # said by the arm's own step if that does not fit either
+            continue
     return found
+
+
+def _saved_by(arm: _Arm, ids: Tensor) -> int:
+    owned = [*arm.model.parameters(), *arm.model.buffers()]
+    with arms_.autocast(arm.device):
+        with torch.no_grad():
+            arm.logits(ids, 1)  # a norm that is kept is no activation
+        return saved_bytes(lambda: arm.loss(ids, 2), owned)
 
 
 def _facts(arms: dict[str, _Arm], name: str, wall: float) -> dict[str, Any]:
@@ -211,7 +237,10 @@ def _facts(arms: dict[str, _Arm], name: str, wall: float) -> dict[str, Any]:
 
 
 def _watched(arms: dict[str, _Arm], arm: _Arm, wall: float) -> dict[str, Any]:
-    """A step under the profiler on a GPU, with the allocator's peak as if the arm were alone."""
+    """A step under the profiler on a GPU, with the allocator's peak as if the arm were alone.
+
+    The profiler's own buffers come from the driver, not from PyTorch's allocator.
+    """
     if arm.device.type != "cuda":
         arm.step()
         return {}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hirank.bench.arms import load_base
-from hirank.bench.gate import Agreement
+from hirank.bench.gate import Agreement, finite
 from hirank.bench.timing import Sample, interleaved, quantiles, ratios
 
 __all__ = ["Result", "Session", "results"]
@@ -26,7 +26,7 @@ class Result:
 
     @property
     def agrees(self) -> bool:
-        """False if the arm was compared with PEFT and differs."""
+        """False if the arm was judged and found further from the truth than stock PEFT."""
         return bool(self.metrics.get("agreement", {}).get("agrees", True))
 
 
@@ -96,9 +96,11 @@ def results(
 ) -> list[Result]:
     """Quantiles of all times, ratios of `key`, and whatever `more` is known of each arm.
 
-    An arm that disagrees with PEFT has times but no ratio, nor has another a ratio to it.
+    An arm that was judged and disagrees has times but no ratio, nor has another a ratio to it.
     """
     agreements, more = agreements or {}, more or {}
+    off = {one.against: one.judge_off for one in agreements.values()}
+    off |= {name: one.off for name, one in agreements.items()}
     wrong = {name for name, found in agreements.items() if not found.agrees}
     compared = ratios({name: s for name, s in samples.items() if name not in wrong}, key)
     found = []
@@ -109,5 +111,7 @@ def results(
         metrics["ratio"] = compared.get(name, {})
         if name in agreements:
             metrics["agreement"] = agreements[name].record()
+        if name in off:
+            metrics["off_fp32"] = finite(off[name])
         found.append(Result(name, metrics | dict(more.get(name, {}))))
     return found

@@ -53,6 +53,10 @@ def _error(value: float) -> str:
     return f"{value:.0e}"
 
 
+def _percent(value: float) -> str:
+    return f"{100 * value:.2g} %"
+
+
 COLUMNS = (
     Column("step ms", "wall_s.p50", _milliseconds),
     Column("GPU busy ms", "busy_s", _milliseconds),
@@ -74,6 +78,9 @@ COLUMNS = (
     Column("saved MB", "saved_bytes", _scaled(1e6)),
     Column("working MB", "working_bytes", _scaled(1e6)),
     Column("norms per layer", "norms_per_layer", _number),
+    Column("does not fit", "out_of_memory", lambda value: "out of memory" if value else ""),
+    Column("outputs off fp32", "off_fp32.outputs", _percent),
+    Column("gradients off fp32", "off_fp32.gradients", _percent),
     Column("error", "error", _error),
     Column("difference from PEFT", "agreement.gradients", _error),
     Column("held-out loss", "eval_loss", lambda value: f"{value:.4f}"),
