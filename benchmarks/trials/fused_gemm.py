@@ -23,6 +23,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ RANKS = (384, 16, 64)
 DIRECTIONS = ("forward", "backward")
 SETS = 3  # of inputs; the smallest has 40 MB of operands and outputs
 BUDGET = 2.0  # times the error of the cuBLAS path
-PROBE_SECONDS = 60.0
+PROBE_SECONDS = 45.0
 
 
 # Which candidates work: each kind in a process of its own.
@@ -273,11 +274,8 @@ def run(given: argparse.Namespace) -> None:
         "versions": record.version_facts(), **record.source_facts(given.commit),
         "command": f"python benchmarks/trials/fused_gemm.py --commit {given.commit}",
     }  # fmt: skip
-    scratch = out / "fused_gemm_probes"
-    scratch.mkdir(parents=True, exist_ok=True)
-    for old in scratch.iterdir():
-        old.unlink()
-    answers = probe_all(scratch)
+    with tempfile.TemporaryDirectory() as scratch:
+        answers = probe_all(Path(scratch))
     working: dict[str, dict[str, list[Plan]]] = {direction: {} for direction in DIRECTIONS}
     for (direction, kind), told in answers.items():
         found = [Result(kind, answer) for answer in told]
