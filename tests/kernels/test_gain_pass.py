@@ -113,5 +113,10 @@ def test_two_runs_agree_bit_for_bit():
 
 def test_opcheck():
     u, magnitude, norm, bias, dy, x, h, weight, B = make((7, 40, 32, 4), torch.float32)
-    torch.library.opcheck(gain_forward_, (u.clone(), magnitude, norm, bias))
-    torch.library.opcheck(gain_backward, (dy, u, magnitude, norm, bias, x, h, weight, B, True))
+    torch.library.opcheck(
+        torch.ops.hirank.gain_forward_.default, (u.clone(), magnitude, norm, bias)
+    )
+    torch.library.opcheck(
+        torch.ops.hirank.gain_backward.default,
+        (dy, u, magnitude, norm, bias, x, h, weight, B, True),
+    )

@@ -4,15 +4,15 @@
 
 LoRA is the same without g. Written out, with v = x W^T + s (x A^T) B^T:
 
-    forward     h  = x (s A)^T
+    forward     h  = s x A^T                        scaled inside the GEMM
                 u  = x W^T + b, then += h B^T       added inside the GEMM
                 y  = g u + (1 - g) b                one pass, see `gain_pass`
     backward    t  = g dy,  dm = colsum(dy v)/norm  one pass, see `gain_pass`
-                tB = t (s B)
+                tB = s t B
                 dx = t W, then += tB A              added inside the GEMM
                 dA = tB^T x,  dB = t^T h,  db = colsum(dy)
 
-The scale rides on the casts of A and B, so no product needs a pass of its own. dm is read off the
+No product needs a pass of its own. dm is read off the
 output, which the layer above mostly keeps anyway: nothing out-sized is saved but y.
 
 Shapes     x [M, K]; weight [N, K]; lora_A [R, K]; lora_B [N, R]; magnitude, norm, bias [N];
@@ -24,14 +24,16 @@ Saves      x and h, as LoRA does, and (for dm) the output y; the weights by refe
 Paper      DoRA, arXiv 2402.09353, eq. 5; section 4.3: the norm is a constant for autograd.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hirank.kernels._operands import operands
 from hirank.kernels._products import product
+from hirank.kernels._tuning import pays, tiles
 from hirank.kernels.dora_norm import dora_gain
 from hirank.kernels.gain_pass import (
     gain_backward,
@@ -41,7 +43,7 @@ from hirank.kernels.gain_pass import (
 )
 
 __all__ = ["BACKENDS", "DoraLinearGrads", "compute_dtype", "dora_linear"]
-__all__ += ["dora_linear_bwd_ref", "dora_linear_fwd_ref"]
+__all__ += ["GainPass", "dora_linear_bwd_ref", "dora_linear_fwd_ref", "fitted", "owned_linear"]
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -67,15 +69,6 @@ REFERENCE = GainPass(gain_forward_ref_, gain_backward_ref)
 FUSED = GainPass(gain_forward_, gain_backward)  # Triton on CUDA, the reference elsewhere
 
 
-def _scaled(factor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """scale * factor in `dtype`: one pass, one rounding."""
-    if scale == 1:
-        return factor.to(dtype)
-    if factor.dtype == dtype or torch.compiler.is_compiling():
-        return (factor * scale).to(dtype)
-    return torch.mul(factor, scale, out=torch.empty_like(factor, dtype=dtype))
-
-
 def dora_linear_fwd_ref(
     x: Tensor,
     weight: Tensor,
@@ -87,13 +80,24 @@ def dora_linear_fwd_ref(
     scale: float,
     gain_pass: GainPass = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
-    """y [M, N] and h = s x A^T [M, R]. Without magnitude: plain LoRA."""
-    h = x @ _scaled(lora_A, scale, x.dtype).T
+    """y [..., N] and h = s x A^T [M, R]. Without magnitude: plain LoRA."""
+    A, B = operands(lora_A, lora_B, x.dtype)
     u = F.linear(x, weight, bias)
-    u.addmm_(h, lora_B.to(x.dtype).T)
+    rows, h = u.view(-1, u.shape[-1]), _scaled_product(_rows(x), A.t(), scale)
+    rows.addmm_(h, B.t())
     if magnitude is not None and norm is not None:
-        gain_pass.forward_(u, magnitude, norm, bias)
+        gain_pass.forward_(rows, magnitude, norm, bias)
     return u, h
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale * a @ b, scaled inside the GEMM and rounded once."""
+    out = a.new_empty(a.shape[0], b.shape[1])
+    return out.addmm_(a, b, beta=0, alpha=scale)
 
 
 def dora_linear_bwd_ref(
@@ -108,27 +112,27 @@ def dora_linear_bwd_ref(
     norm: Tensor | None,
     bias: Tensor | None,
     scale: float,
-    needs: tuple[bool, bool, bool, bool, bool] = (True, True, True, True, True),
+    needs: Sequence[bool] = (True, True, True, True, True),
     gain_pass: GainPass = REFERENCE,
 ) -> DoraLinearGrads:
-    """Hand-written backward. `needs` says which of x, A, B, magnitude, bias want a gradient.
+    """Hand-written backward, all of x, y and dy [M, ...]; dx [M, K].
 
-    `y` is the forward's output; None (it was overwritten) computes v again.
+    `needs` says which of x, A, B, magnitude, bias want a gradient. `y` is the forward's output;
+    None (it was overwritten) computes v again.
     """
     need_x, need_A, need_B, need_m, need_b = needs
     t, dm = dy, None
+    A, B = operands(lora_A, lora_B, x.dtype)
     if magnitude is not None and norm is not None:
-        t, dm = gain_pass.backward(
-            dy, y, magnitude, norm, bias, x, h, weight, lora_B, need_m
-        )  # fmt: skip
+        t, dm = gain_pass.backward(dy, y, magnitude, norm, bias, x, h, weight, B, need_m)
     dx = dA = None
     if need_x or need_A:
-        tB = t @ _scaled(lora_B, scale, t.dtype)  # [M, R]
+        tB = _scaled_product(t, B, scale)  # [M, R]
         if need_x:
-            dx = torch.mm(t, weight).addmm_(tB, lora_A.to(t.dtype))
+            dx = torch.mm(t, weight).addmm_(tB, A)
         if need_A:
-            dA = product(tB.T, x, lora_A.dtype)
-    dB = product(t.T, h, lora_B.dtype) if need_B else None
+            dA = product(tB.t(), x, lora_A.dtype)
+    dB = product(t.t(), h, lora_B.dtype) if need_B else None
     db = dy.sum(0) if need_b and bias is not None else None
     return DoraLinearGrads(dx, dA, dB, dm if need_m else None, db)
 
@@ -150,18 +154,39 @@ def _plain(
     return v if bias is None else v + bias
 
 
-def _saved(ctx: Any) -> list[Tensor | None]:
-    """What forward saved; y comes back as None if later code overwrote it in place."""
+class _Weights(NamedTuple):
+    """What a call depends on besides activations. Kept by reference: weights need no saving."""
+
+    lora_A: Tensor
+    lora_B: Tensor
+    magnitude: Tensor | None
+    bias: Tensor | None
+    weight: Tensor
+    norm: Tensor | None
+
+    def versions(self) -> list[int]:
+        return [0 if t is None or t.is_inference() else t._version for t in self]
+
+
+def _activations(ctx: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, h and y as saved; y comes back as None if later code overwrote it in place."""
+    if ctx.versions != ctx.weights.versions():
+        raise RuntimeError(
+            "A weight of an adapted layer was modified by an inplace operation between its forward "
+            "and its backward pass: step the optimizer after backward."
+        )
     try:
-        return list(ctx.saved_tensors)
+        x, h, y = ctx.saved_tensors
     except RuntimeError as error:
         *rest, last = ctx._raw_saved_tensors
         if not hasattr(last, "unpack"):  # torch < 2.13
             raise RuntimeError(
-                "The output of an adapted layer, or a weight of its adapter, was modified by an "
-                "inplace operation before the backward pass; use torch 2.13, or avoid that."
+                "The output of an adapted layer was modified by an inplace operation before the "
+                "backward pass; use torch 2.13, or avoid that."
             ) from error
-        return [*(s.unpack() for s in rest), None]  # any other overwritten tensor still raises
+        x, h = (saved.unpack() for saved in rest)  # if another was overwritten, this raises
+        y = None
+    return x, h, y
 
 
 class _DoraLinear(torch.autograd.Function):
@@ -181,32 +206,33 @@ class _DoraLinear(torch.autograd.Function):
         y, h = dora_linear_fwd_ref(
             x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass
         )
-        wants_dm = magnitude is not None and ctx.needs_input_grad[3]
-        ctx.save_for_backward(
-            x, lora_A, lora_B, magnitude, bias, weight, norm, h, y if wants_dm else None
-        )
-        ctx.scale, ctx.gain_pass = scale, gain_pass
+        needs = ctx.needs_input_grad
+        if True in needs:
+            # each saved tensor costs the host a few calls under checkpointing: only activations
+            ctx.save_for_backward(x, h, y if needs[3] else None)
+            ctx.weights = _Weights(lora_A, lora_B, magnitude, bias, weight, norm)
+            ctx.versions = ctx.weights.versions()
+            ctx.scale, ctx.gain_pass = scale, gain_pass
         return y
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
-        x, lora_A, lora_B, magnitude, bias, weight, norm, h, y = _saved(ctx)
-        assert x is not None and lora_A is not None and lora_B is not None
-        assert weight is not None and h is not None
+        x, h, y = _activations(ctx)
+        weights: _Weights = ctx.weights
         if torch.is_grad_enabled():  # double backward: rare, so by autograd on the plain formula
-            return *_differentiable_grads(ctx, dys[0]), None, None, None, None
-        grads = dora_linear_bwd_ref(
-            dys[0], x, h, y, weight, lora_A, lora_B, magnitude, norm, bias, ctx.scale,
-            needs=ctx.needs_input_grad[:5], gain_pass=ctx.gain_pass,
+            return *_differentiable_grads(ctx, x, dys[0]), None, None, None, None
+        dx, *grads = dora_linear_bwd_ref(
+            _rows(dys[0]), _rows(x), h, None if y is None else _rows(y), weights.weight,
+            weights.lora_A, weights.lora_B, weights.magnitude, weights.norm, weights.bias,
+            ctx.scale, needs=ctx.needs_input_grad[:5], gain_pass=ctx.gain_pass,
         )  # fmt: skip
-        return *grads, None, None, None, None
+        return None if dx is None else dx.view(x.shape), *grads, None, None, None, None
 
 
-def _differentiable_grads(ctx: Any, dy: Tensor) -> list[Tensor | None]:
-    x, lora_A, lora_B, magnitude, bias, weight, norm, *_ = _saved(ctx)
+def _differentiable_grads(ctx: Any, x: Tensor, dy: Tensor) -> list[Tensor | None]:
+    lora_A, lora_B, magnitude, bias, weight, norm = ctx.weights
     inputs = [x, lora_A, lora_B, magnitude, bias]
     wanted = [t for t, need in zip(inputs, ctx.needs_input_grad, strict=False) if need]
-    assert x is not None and weight is not None and lora_A is not None and lora_B is not None
     y = _plain(x, weight, lora_A, lora_B, magnitude, norm, bias, ctx.scale)
     grads = iter(
         torch.autograd.grad(y, [t for t in wanted if t is not None], dy, create_graph=True)
@@ -214,7 +240,15 @@ def _differentiable_grads(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     return [next(grads) if need else None for need in ctx.needs_input_grad[:5]]
 
 
-def _check(x: Tensor, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> None:
+def fitted(x: Tensor, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor]:
+    """x and weight in one dtype, cast under autocast.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+    """
+    if _autocast(x.device.type):
+        dtype = compute_dtype(x, weight)
+        x, weight = x.to(dtype), weight.to(dtype)
     n, k = weight.shape
     r = lora_A.shape[0]
     if x.shape[-1] != k or lora_A.shape[1] != k or tuple(lora_B.shape) != (n, r):
@@ -227,6 +261,7 @@ def _check(x: Tensor, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> None:
             f"dora_linear got x in {x.dtype} and a weight in {weight.dtype}: cast one of them, or "
             "run under autocast."
         )
+    return x, weight
 
 
 def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -262,28 +297,54 @@ def dora_linear(
         magnitude, norm: [N] fp32 (fp64 for fp64), both or neither; neither means LoRA. The norm
             comes from `dora_norm` and is a constant for autograd.
         bias: [N], or None.
-        backend: "torch" for the plain reference; "auto" and "triton" run the Triton kernels on
-            CUDA tensors of half or single precision, and the reference elsewhere.
+        backend: "torch" for the plain reference, "triton" for the Triton kernels, "auto" for
+            whichever pays at this size on this device. fp64 always takes the reference.
 
     Returns:
         [..., N] in the compute dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or one of magnitude and norm is missing.
+        ValueError: shapes or dtypes do not fit together, one of magnitude and norm is missing, or
+            Triton cannot run here and was asked for.
     """
     if (magnitude is None) != (norm is None):
         raise ValueError(
             "dora_linear got only one of magnitude and norm: pass both for DoRA, none for LoRA."
         )
-    if _autocast(x.device.type):
-        dtype = compute_dtype(x, weight)
-        x, weight = x.to(dtype), weight.to(dtype)
-    if bias is not None:
+    x, weight = fitted(x, weight, lora_A, lora_B)
+    return owned_linear(x, weight, lora_A, lora_B, magnitude, norm, bias, scale, backend)
+
+
+def owned_linear(
+    x: Tensor,
+    weight: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    magnitude: Tensor | None,
+    norm: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    backend: str = "auto",
+) -> Tensor:
+    """`dora_linear` without its checks: x and weight are in the compute dtype, shapes fit."""
+    if bias is not None and bias.dtype != weight.dtype:
         bias = bias.to(weight.dtype)
-    _check(x, weight, lora_A, lora_B)
-    lead = x.shape[:-1]
     y: Tensor = _DoraLinear.apply(  # type: ignore[no-untyped-call]
-        x.reshape(-1, x.shape[-1]), lora_A, lora_B, magnitude, bias, weight, norm, scale,
-        REFERENCE if backend == "torch" else FUSED,
-    )  # fmt: skip
-    return y.view(*lead, weight.shape[0])
+        x, lora_A, lora_B, magnitude, bias, weight, norm, scale, _pass_of(backend, x, weight)
+    )
+    return y
+
+
+def _pass_of(backend: str, x: Tensor, weight: Tensor) -> GainPass:
+    n, k = weight.shape
+    if backend == "auto":
+        training = torch.is_grad_enabled()
+        return FUSED if pays(x.numel() // max(k, 1) * n, x.device, training) else REFERENCE
+    if backend == "torch":
+        return REFERENCE
+    if backend != "triton":
+        raise ValueError(f"backend got {backend!r}: choose from {', '.join(BACKENDS)}.")
+    obstacle = tiles(x.device).obstacle
+    if obstacle is not None:
+        raise ValueError(f"backend got 'triton' on {x.device} ({obstacle}): use 'auto'.")
+    return FUSED

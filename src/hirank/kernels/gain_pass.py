@@ -25,12 +25,14 @@ Cost       forward moves 2 M N elements, backward 3 M N. The yardstick is a copy
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hirank.kernels._ops import register_op
-from hirank.kernels._triton import dot_type, jit, tl, triton
-from hirank.kernels._tuning import GAIN_BACKWARD, GAIN_FORWARD
+from hirank.kernels._triton import Launcher, direct, dot_type, jit, tl
+from hirank.kernels._tuning import tiles
 from hirank.kernels.dora_norm import dora_gain
 
 __all__ = ["gain_backward", "gain_backward_ref", "gain_forward_", "gain_forward_ref_"]
@@ -209,19 +211,26 @@ def _magnitude_kernel(
     tl.store(dm + o_n, b_dm.to(dm.dtype.element_ty), mask=m_n)
 
 
+_forward = Launcher(_forward_kernel)
+_backward = Launcher(_backward_kernel)
+_magnitude = Launcher(_magnitude_kernel)
+
+
 def _launch_forward_(u: Tensor, magnitude: Tensor, norm: Tensor, bias: Tensor | None) -> None:
-    if not _fits(u):
+    found = tiles(u.device)
+    if u.dtype not in _WIDTHS or found.obstacle is not None:
         return gain_forward_ref_(u, magnitude, norm, bias)
     M, N = u.shape
     if u.numel() == 0:
         return None
-    tile = GAIN_FORWARD
-    grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, tile.block_n))
-    _forward_kernel[grid](
-        u, magnitude, norm, bias if bias is not None else u, M, N,
-        HAS_BIAS=bias is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+    tile = found.gain_forward
+    _forward(
+        (-(-M // tile.block_m), -(-N // tile.block_n), 1),
+        (u, magnitude, norm, u if bias is None else bias),
+        (M, N),
+        (bias is not None, tile.block_m, tile.block_n),
         num_warps=tile.num_warps,
-    )  # fmt: skip
+    )
     return None
 
 
@@ -237,39 +246,40 @@ def _launch_backward(
     lora_B: Tensor,
     need_dm: bool,
 ) -> tuple[Tensor, Tensor]:
-    if not _fits(dy):
+    found = tiles(dy.device)
+    if dy.dtype not in _WIDTHS or found.obstacle is not None:
         return gain_backward_ref(dy, y, magnitude, norm, bias, x, h, weight, lora_B, need_dm)
-    dy, x, h, lora_B = dy.contiguous(), x.contiguous(), h.contiguous(), lora_B.contiguous()
-    weight = weight.contiguous()
+    dy = dy.contiguous()
     M, N = dy.shape
     t = torch.empty_like(dy)
-    dm = magnitude.new_empty(N if need_dm else 0)
-    if M == 0:
+    dm = torch.empty_like(magnitude) if need_dm else magnitude.new_empty(0)
+    if dy.numel() == 0:
         return t, dm.zero_()
-    tile = GAIN_BACKWARD
+    tile = found.gain_backward
     reads_y = need_dm and y is not None
-    columns = triton.cdiv(N, tile.block_n)
+    columns = -(-N // tile.block_n)
     rows = tile.rows(M, columns)
-    parts = triton.cdiv(M, rows)
+    parts = -(-M // rows)
     part = magnitude.new_empty((parts, N), dtype=torch.float32) if reads_y else dm
-    _backward_kernel[(parts, columns)](
-        t, part, dy, y if y is not None else dy, magnitude, norm,
-        bias if bias is not None else dy, M, N, rows,
-        HAS_BIAS=bias is not None, NEED_DM=reads_y,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
-    )  # fmt: skip
+    _backward(
+        (parts, columns, 1),
+        (t, part, dy, dy if y is None else y, magnitude, norm, dy if bias is None else bias),
+        (M, N, rows),
+        (bias is not None, reads_y, tile.block_m, tile.block_n),
+        num_warps=tile.num_warps,
+    )
     if need_dm:
-        _magnitude_kernel[(triton.cdiv(N, 32),)](
-            dm, part, magnitude, norm, dy, x, h, weight, lora_B,
-            M, N, x.shape[1], h.shape[1], parts,
-            ALL_UNREADABLE=y is None, DOT=dot_type(dy.dtype), LIMIT=_limit(bias),
-            BLOCK_P=32, BLOCK_N=32,
-        )  # fmt: skip
+        x, h, weight, lora_B = (each.contiguous() for each in (x, h, weight, lora_B))
+        _magnitude(
+            (-(-N // 32), 1, 1),
+            (dm, part, magnitude, norm, dy, x, h, weight, lora_B),
+            (M, N, x.shape[1], h.shape[1], parts),
+            (y is None, dot_type(dy.dtype), _limit(bias), 32, 32),
+        )
     return t, dm
 
 
-def _fits(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+_WIDTHS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of the kernels
 
 
 def _like_backward(
@@ -289,16 +299,27 @@ def _like_backward(
 
 # How PyTorch sees it.
 
-gain_forward_ = register_op(
+_forward_op = register_op(
     "gain_forward_(Tensor(a!) u, Tensor magnitude, Tensor norm, Tensor? bias) -> ()",
     reference=gain_forward_ref_,
     fused=_launch_forward_,
     fake=lambda u, magnitude, norm, bias: None,
 )
-gain_backward = register_op(
+_backward_op = register_op(
     "gain_backward(Tensor dy, Tensor? y, Tensor magnitude, Tensor norm, Tensor? bias, Tensor x,"
     " Tensor h, Tensor weight, Tensor lora_B, bool need_dm) -> (Tensor, Tensor)",
     reference=gain_backward_ref,
     fused=_launch_backward,
     fake=_like_backward,
 )
+
+
+def gain_forward_(u: Tensor, magnitude: Tensor, norm: Tensor, bias: Tensor | None) -> None:
+    """u <- g u + (1 - g) b, in place. [M, N]"""
+    (_launch_forward_ if direct(u) else _forward_op)(u, magnitude, norm, bias)
+
+
+def gain_backward(dy: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    """As `gain_backward_ref`, which names the arguments: t [M, N] and dm [N]."""
+    found: tuple[Tensor, Tensor] = (_launch_backward if direct(dy) else _backward_op)(dy, *more)
+    return found

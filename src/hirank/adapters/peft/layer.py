@@ -30,14 +30,12 @@ class FastLinear(peft_lora.Linear):
             return super().forward(x, *args, **kwargs)
         known = self._hirank_known
         if known is None or not known.holds(self):
-            known = self._hirank_known = Known(self)
+            known = self._hirank_known = Known(self, _adapters)
+        if known.tier == "owned":
+            return owned_forward(x, known.weight, known.bias, known.adapters[0])
         if known.tier == "peft":
             return super().forward(x)
-        base = known.base
-        adapters = [_adapter(self, name) for name in known.names]
-        if known.tier == "owned":
-            return owned_forward(x, base.weight, base.bias, adapters[0])
-        return composed_forward(x, base, base.weight, base.bias, adapters)
+        return composed_forward(x, known.base, known.weight, known.bias, known.adapters)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As PEFT's, but accumulated in fp32 and rounded once; `unmerge` is then exact."""
@@ -87,6 +85,10 @@ def magnitude_of(layer: Any, name: str) -> Tensor | None:
         return None
     magnitude: Tensor = layer.lora_magnitude_vector[name].weight
     return magnitude
+
+
+def _adapters(layer: Any, names: list[str]) -> list[Adapter]:
+    return [_adapter(layer, name) for name in names]
 
 
 def _adapter(layer: Any, name: str) -> Adapter:

@@ -1,5 +1,6 @@
 """Which way a layer's next plain call goes: owned, composed or PEFT's own, and why."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from hirank.adapters.explain import Route
 __all__ = ["Known", "adapter_obstacle", "base_obstacle", "plain_tensor", "present", "route"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_dropout")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def present(layer: Any) -> list[str]:
@@ -18,13 +21,8 @@ def present(layer: Any) -> list[str]:
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__  # offloading replaces the bound method
-    )
+    # offloading replaces the bound method
+    return "forward" in module.__dict__ or any(getattr(module, kind) for kind in _HOOKS)
 
 
 def plain_tensor(tensor: Tensor) -> bool:
@@ -65,42 +63,68 @@ def adapter_obstacle(layer: Any, name: str) -> str | None:
 
 
 class Known:
-    """The route of a layer and what it rests on, so that the next call need not ask again."""
+    """The route of a layer and what it rests on, so that the next call need not ask again.
 
-    __slots__ = ("active", "base", "modules", "names", "scales", "tier", "training")
+    `holds` runs at every call of every layer, so it compares identities and asks little else.
+    """
 
-    def __init__(self, layer: Any) -> None:
+    __slots__ = (
+        "_active", "_hooks", "_modules", "_scales", "_training", "_weights",
+        "adapters", "base", "bias", "tier", "weight",
+    )  # fmt: skip
+
+    def __init__(self, layer: Any, adapters: Callable[[Any, list[str]], list[Any]]) -> None:
+        names = present(layer)
         self.tier = route(layer).tier
-        self.names = present(layer)
-        self.active = layer.active_adapters[:]
-        self.training = layer.training
         self.base = layer.base_layer
-        self.scales = [layer.scaling[name] for name in self.names]
-        self.modules = [self.base, *self._parts(layer)]
+        self.weight, self.bias = self.base._parameters.get("weight"), None
+        self._active = list(layer.active_adapters)
+        self._training = layer.training
+        self.adapters = []
+        if self.tier == "peft":
+            return
+        self.bias = self.base.bias
+        lists = [layer._modules[kind] for kind in _PARTS]
+        places = [(layer._modules, "base_layer")]
+        places += [(found._modules, name) for name in names for found in lists if name in found]
+        self._modules = [(place, name, place[name]) for place, name in places]
+        modules = [module for *_, module in self._modules]
+        self._weights = [
+            (module._parameters, name, weight)
+            for module in modules
+            for name, weight in module._parameters.items()
+        ]
+        self._hooks = [getattr(module, kind) for module in modules for kind in _HOOKS]
+        self._scales = [(layer.scaling, name, layer.scaling[name]) for name in names]
+        self.adapters = adapters(layer, names)
 
-    def _parts(self, layer: Any) -> list[nn.Module]:
-        own = layer._modules
-        lists = [own["lora_A"], own["lora_B"], own["lora_magnitude_vector"], own["lora_dropout"]]
-        return [found[name] for name in self.names for found in lists if name in found._modules]
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copied or pickled layer asks for itself
 
     def holds(self, layer: Any) -> bool:
-        """Whether nothing has changed that could change the route."""
-        return (
-            self.tier != "peft"
-            and layer.training == self.training
-            and layer.active_adapters == self.active
-            and not layer._disable_adapters
-            and not layer.merged_adapters
-            and [layer._modules["base_layer"], *self._parts(layer)] == self.modules
-            and [layer.scaling[name] for name in self.names] == self.scales
-            and not any(map(_changed, self.modules))
-            and not self.base.weight.requires_grad
+        """Whether nothing has changed that could change the route, or a tensor it works with."""
+        own = layer.__dict__
+        if (
+            self.tier == "peft"
+            or own["training"] is not self._training
+            or own["_disable_adapters"]
+            or own["merged_adapters"]
+            or any(self._hooks)
+            or layer.active_adapters != self._active
+        ):
+            return False
+        for places in (self._modules, self._weights):
+            for place, name, known in places:
+                if place.get(name) is not known:
+                    return False
+        for scales, name, scale in self._scales:
+            if scales.get(name) != scale:
+                return False
+        return not (
+            self.weight.requires_grad
+            or hasattr(self.weight, "ds_id")
+            or any("forward" in module.__dict__ for *_, module in self._modules)
         )
-
-
-def _changed(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return _hooked(module) or (weight is not None and not plain_tensor(weight))
 
 
 def route(layer: Any) -> Route:
