@@ -9,9 +9,11 @@ Adapters stack as in PEFT (0.21 and newer):
 
     y_k = g_k (y_{k-1} + s_k B_k A_k x)        g_k from the base weight alone
 
-and dropout touches the adapter's branch only, the frozen output keeps the clean input:
+and dropout d touches the adapter's branch only, the frozen output keeps the clean input. There are
+two ways to mean that with DoRA, and both have the output without dropout as their mean:
 
-    y = W x + (g - 1) W d(x) + g s B A d(x)    (original DoRA; costs a second base GEMM)
+    y = W x + (g - 1) W d(x) + g s B A d(x)    as PEFT does; costs a second base GEMM
+    y = g (W x + s B A d(x))                   `single_gemm`: as LoRA does, then stretched
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +25,7 @@ from torch.nn import functional as F
 
 from hirank.adapters.gain import NormCache
 from hirank.kernels.dora_compose import dora_compose
-from hirank.kernels.dora_linear import compute_dtype, dora_linear
-from hirank.kernels.dora_norm import dora_gain
+from hirank.kernels.dora_linear import compute_dtype, fitted, owned_linear
 
 __all__ = ["Adapter", "composed_forward", "owned_forward"]
 
@@ -38,6 +39,7 @@ class Adapter(NamedTuple):
     scale: float
     dropout: nn.Module | None  # None: not in play
     norms: NormCache | None  # None with plain LoRA
+    single_gemm: bool = False  # dropout without a second base GEMM
 
 
 def _norm(adapter: Adapter, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -46,20 +48,16 @@ def _norm(adapter: Adapter, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def owned_forward(x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter) -> Tensor:
-    """The layer with one adapter: x [..., K] to [..., N] in the dtype a plain linear would give."""
-    norm = None
-    if adapter.magnitude is not None:
-        norm = _norm(adapter, weight, compute_dtype(x, weight))
-    return dora_linear(
-        x,
-        weight,
-        adapter.lora_A,
-        adapter.lora_B,
-        scale=adapter.scale,
-        magnitude=adapter.magnitude,
-        norm=norm,
-        bias=bias,
-    )
+    """The layer with one adapter: x [..., K] to [..., N] in the dtype a plain linear would give.
+
+    The hot path: the adapter is known to fit the weight, so that only x is looked at.
+    """
+    dtype = compute_dtype(x, weight)
+    A, B, magnitude, scale, _, norms, *_ = adapter
+    norm = None if norms is None else norms.norm(weight, A, B, scale, dtype)
+    if x.dtype != dtype or weight.dtype != dtype or x.shape[-1] != weight.shape[1]:
+        x, weight = fitted(x, weight, A, B)
+    return owned_linear(x, weight, A, B, magnitude, norm, bias, scale)
 
 
 def composed_forward(
@@ -69,25 +67,33 @@ def composed_forward(
     bias: Tensor | None,
     adapters: Sequence[Adapter],
 ) -> Tensor:
-    """The layer with any number of adapters, with or without dropout. [..., K] to [..., N]"""
-    y = base(x)
+    """The layer with any number of adapters, with or without dropout. [..., K] to [..., N]
+
+    Args:
+        x: [..., K], any number of leading dimensions.
+        base: the frozen layer, [M, K] to a new [M, N] that nobody else holds: it is overwritten.
+        weight, bias: those of `base`, [N, K] and [N] or None.
+        adapters: in the order in which they stack.
+    """
+    y = base(x.reshape(-1, x.shape[-1]))
     for adapter in adapters:
         y = _add_adapter(y, x, weight, bias, adapter)
-    return y
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _add_adapter(
     y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter
 ) -> Tensor:
+    A, B, magnitude, scale, dropout, _, single_gemm = adapter
     dtype = y.dtype
-    dropped = x if adapter.dropout is None else adapter.dropout(x)
-    hidden = F.linear(dropped.to(dtype), adapter.lora_A.to(dtype))
-    lora = F.linear(hidden, adapter.lora_B.to(dtype))
-    if adapter.magnitude is None:
-        return torch.add(y, lora, alpha=adapter.scale)
-    if adapter.dropout is not None:
-        frozen = F.linear(dropped.to(dtype), weight.to(dtype))
-    else:
-        frozen = y if bias is None else y - bias.to(dtype)
-    gain = dora_gain(adapter.magnitude, _norm(adapter, weight, dtype))
-    return y + dora_compose(frozen, lora, gain, scale=adapter.scale)
+    dropped = (x if dropout is None else dropout(x)).reshape(-1, x.shape[-1]).to(dtype)  # [M, K]
+    hidden = F.linear(dropped, A.to(dtype))  # [M, R]
+    if magnitude is not None and dropout is not None and not single_gemm:
+        frozen, lora = F.linear(dropped, weight.to(dtype)), F.linear(hidden, B.to(dtype))
+        norm = _norm(adapter, weight, dtype)
+        return dora_compose(frozen, lora, magnitude, norm, scale=scale, y=y)
+    joined = y.addmm_(hidden, B.to(dtype).T, alpha=scale)  # added inside the GEMM
+    if magnitude is None:
+        return joined
+    bias = None if bias is None else bias.to(dtype)
+    return dora_compose(None, joined, magnitude, _norm(adapter, weight, dtype), scale=1, bias=bias)

@@ -1,12 +1,16 @@
 """Suite `compose`: joining base and adapter outputs, and its gradients, against a plain copy.
 
-`bytes_per_s` counts what the operation must move at least: two inputs and an output forward;
-backward reads dout and both inputs and writes two gradients. A copy reads one and writes one.
+    plain, compiled, hirank    y + (g - 1) base + g s lora      as dropout needs it
+    hirank-stacked             g u                              as a second adapter needs it
+
+`bytes_per_s` counts what the operation must move at least: forward the inputs and an output;
+backward reads dout and what dm needs, and writes the gradients that are not dout itself. A copy
+reads one and writes one. `compiled` is the plain form through torch.compile, on a GPU only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,62 +24,79 @@ from hirank.kernels.dora_compose import dora_compose
 
 __all__ = ["ARMS", "run"]
 
-ARMS = (
-    "copy",
-    "plain-forward",
-    "hirank-forward",
-    "plain-forward-backward",
-    "hirank-forward-backward",
-)
+# tensors of [M, N] that each moves
+_MOVED = {
+    "copy": 2,
+    "plain-forward": 4,
+    "compiled-forward": 4,
+    "hirank-forward": 4,
+    "hirank-stacked-forward": 2,
+    "plain-forward-backward": 4 + 5,
+    "compiled-forward-backward": 4 + 5,
+    "hirank-forward-backward": 4 + 5,
+    "hirank-stacked-forward-backward": 2 + 3,
+}
+ARMS = tuple(_MOVED)
 _SCALE = 2.0
-_MOVED = {"copy": 2, "forward": 3, "backward": 8}  # tensors of [M, N], forward and backward: 3 + 5
 
-Join = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def _plain(base: Tensor, lora: Tensor, gain: Tensor) -> Tensor:
-    """(g - 1) base + g s lora as PEFT writes it, one operation after the other."""
-    return (gain - 1) * base + gain * lora * _SCALE
+Join = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _ours(base: Tensor, lora: Tensor, gain: Tensor) -> Tensor:
-    return dora_compose(base, lora, gain, scale=_SCALE)
+def _plain(y: Tensor, base: Tensor, lora: Tensor, magnitude: Tensor, norm: Tensor) -> Tensor:
+    """As PEFT writes it, one operation after the other."""
+    gain = magnitude / norm
+    return (y + ((gain - 1) * base + gain * lora * _SCALE)).to(y.dtype)
+
+
+def _ours(y: Tensor, base: Tensor, lora: Tensor, magnitude: Tensor, norm: Tensor) -> Tensor:
+    return dora_compose(base, lora, magnitude, norm, scale=_SCALE, y=y)
+
+
+def _stacked(u: Tensor, magnitude: Tensor, norm: Tensor) -> Tensor:
+    return dora_compose(None, u, magnitude, norm, scale=1)
 
 
 def run(settings: Compose, session: Session) -> list[Result]:
     """All ways over one [tokens, features] tensor, in the base dtype."""
     device, dtype = session.device, arms_.base_dtype(session.device)
     shape = (settings.tokens, settings.features)
-    base, lora = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    gain = 1 + 0.1 * torch.randn(settings.features, device=device)
-    dout = torch.randn_like(base)
-    ways = _ways(base, lora, gain, dout)
+    y, base, lora, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    norm = 0.5 + torch.rand(settings.features, device=device)
+    magnitude = norm * (1 + 0.1 * torch.randn(settings.features, device=device))
+    ways = _ways((y, base, lora, magnitude, norm), dout)
 
     def step_of(name: str) -> Callable[[], Sample]:
-        tensors = _MOVED[name.rpartition("-")[2]]
-
         def step() -> Sample:
             seconds = calls(ways[name], settings.calls, device)
-            return {"call_s": seconds, "bytes_per_s": tensors * base.nbytes / seconds}
+            return {"call_s": seconds, "bytes_per_s": _MOVED[name] * y.nbytes / seconds}
 
         return step
 
-    _, samples = session.measure({name: step_of(name) for name in session.chosen(ARMS)})
+    chosen = [name for name in session.chosen(ARMS) if name in ways]
+    _, samples = session.measure({name: step_of(name) for name in chosen})
     return results(samples, "call_s")
 
 
-def _ways(base: Tensor, lora: Tensor, gain: Tensor, dout: Tensor) -> dict[str, Callable[[], Any]]:
-    target = torch.empty_like(base)
-    leaves = [tensor.clone().requires_grad_() for tensor in (base, lora, gain)]
+def _ways(inputs: Sequence[Tensor], dout: Tensor) -> dict[str, Callable[[], Any]]:
+    y, _, _, magnitude, norm = inputs
+    target = torch.empty_like(y)
+    ways: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(y)}
+    joins: dict[str, Join] = {"plain": _plain, "hirank": _ours}
+    if y.is_cuda:
+        torch.compiler.reset()  # another shape must not make this one's code general
+        joins["compiled"] = torch.compile(_plain)
+    for name, join in joins.items():
+        ways |= _both(name, join, inputs, dout)
+    return ways | _both("hirank-stacked", _stacked, (y, magnitude, norm), dout)
 
-    def backward(join: Join) -> Any:
-        out = join(*leaves)
-        return torch.autograd.grad(out, leaves, dout.to(out.dtype))
 
+def _both(
+    name: str, join: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor
+) -> dict[str, Callable[[], Any]]:
+    """Forward alone, and with the gradients of all inputs but the norm."""
+    *varying, norm = inputs
+    leaves = [tensor.clone().requires_grad_() for tensor in varying]
     return {
-        "copy": lambda: target.copy_(base),
-        "plain-forward": lambda: _plain(base, lora, gain),
-        "hirank-forward": lambda: _ours(base, lora, gain),
-        "plain-forward-backward": lambda: backward(_plain),
-        "hirank-forward-backward": lambda: backward(_ours),
+        f"{name}-forward": lambda: join(*inputs),
+        f"{name}-forward-backward": lambda: torch.autograd.grad(join(*leaves, norm), leaves, dout),
     }

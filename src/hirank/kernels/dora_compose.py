@@ -1,78 +1,399 @@
 """Join DoRA's frozen branch and low-rank branch when somebody else computed the frozen one.
 
-    out = (g - 1) base + g s lora        g = m / norm, see `dora_norm.dora_gain`
+    out = y + (g - 1) (base - b) + g s lora        g = m / norm        (1 where norm = 0)
 
-Returns the part to add to an output that already holds `base` (dropout on the adapter only, a
-second adapter on one layer, a base layer whose forward is not ours). Where the whole linear is
-ours, `dora_linear` needs one pass less and cannot cancel.
+Every term but the last may be missing. Three uses, one op:
 
-Shapes     base, lora, out [M, N]; gain [N]; s a number.   M tokens, N out features.
-Precision  base, lora, out share a dtype; half inputs widen to fp32, one rounding at the store.
-           (g - 1) is taken in the gain's fp32: in bf16 it would vanish for |g - 1| < 2^-9.
-Cost       forward moves 3 M N elements, backward 5 M N.
+    y, base, lora    dropout on the adapter only: y holds W x, the branches hold W d(x), B A d(x)
+    base, lora       the part to add to an output that already holds `base`
+    u as lora, s = 1 u = base + s lora is one tensor already, bias included: g u + (1 - g) b.
+                     One read instead of three, and g - 1 is never taken
+
+Where the whole linear is ours, `dora_linear` needs none of this.
+
+    backward    dy = dout, dbase = (g - 1) dout, dlora = g s dout, db = (1 - g) colsum(dout)
+                dm = colsum(dout (base - b + s lora)) / norm
+
+Backward is one pass: it reads dout, base and lora once, writes both gradients, and every block of
+rows writes its own line of partial sums for dm, added up afterwards in a fixed order. No atomics:
+two runs agree bit for bit.
+
+Shapes     y, base, lora, out [M, N]; m, norm, b, dm [N]; s a number.   M tokens, N out features.
+Precision  y, base, lora, out share a dtype; loads widen to fp32, one rounding at the store; sums in
+           fp32. (g - 1) is taken in fp32: in bf16 it would vanish for |g - 1| < 2^-9.
+Saves      base and lora, for dm alone: nothing where m is frozen.
+Cost       forward moves a tensor of M N elements for each it is given, and out; backward 5 M N, or
+           3 M N without base. The yardstick is a copy of as many bytes.
 Paper      DoRA, arXiv 2402.09353, eq. 5; section 4.3: the norm is a constant for autograd.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hirank.kernels._ops import register_op
+from hirank.kernels._triton import Launcher, direct, jit, tl
+from hirank.kernels._tuning import tiles
+from hirank.kernels.dora_norm import dora_gain
+
 __all__ = ["dora_compose", "dora_compose_bwd_ref", "dora_compose_ref"]
 
 
-def dora_compose_ref(base: Tensor, lora: Tensor, gain: Tensor, scale: float) -> Tensor:
-    """(g - 1) base + g s lora in the gain's precision, rounded once. [M, N]"""
-    return ((gain - 1) * base + (gain * scale) * lora).to(base.dtype)
+# What it means.
+
+
+def dora_compose_ref(
+    base: Tensor | None,
+    lora: Tensor,
+    magnitude: Tensor,
+    norm: Tensor,
+    bias: Tensor | None,
+    y: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """y + (g - 1) (base - b) + g s lora in the gain's precision, rounded once. [M, N]"""
+    gain = dora_gain(magnitude, norm)
+    out = lora * (gain * scale)
+    if bias is not None:
+        out = out + (1 - gain) * bias
+    if base is not None:
+        out = torch.addcmul(out, base, gain - 1)
+    if y is not None:
+        out = out + y
+    return out.to(lora.dtype)
 
 
 def dora_compose_bwd_ref(
-    dout: Tensor, base: Tensor, lora: Tensor, gain: Tensor, scale: float
+    dout: Tensor,
+    base: Tensor | None,
+    lora: Tensor | None,
+    magnitude: Tensor,
+    norm: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    need_base: bool,
+    need_lora: bool,
+    need_m: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of base [M, N], lora [M, N] and gain [N]."""
-    dbase = ((gain - 1) * dout).to(base.dtype)
-    dlora = ((gain * scale) * dout).to(lora.dtype)
-    wide = gain.dtype
-    dgain = (dout * torch.add(base.to(wide), lora.to(wide), alpha=scale)).sum(0)
-    return dbase, dlora, dgain
+    """Gradients of base [M, N], lora [M, N] and magnitude [N]; empty where none is needed.
+
+    `base` and `lora` are read for the magnitude only. Plain tensor algebra: differentiable again.
+    """
+    gain = dora_gain(magnitude, norm)
+    dbase, dlora, dm = dout.new_empty(0), dout.new_empty(0), magnitude.new_empty(0)
+    if need_base:
+        dbase = (dout * (gain - 1)).to(dout.dtype)
+    if need_lora:
+        dlora = (dout * (gain * scale)).to(dout.dtype)
+    if need_m:
+        assert lora is not None
+        v = lora.to(gain.dtype) * scale
+        v = v if base is None else v + base
+        v = v if bias is None else v - bias
+        alive = norm > 0
+        dm = (dout * v).sum(0) / torch.where(alive, norm, 1)
+        dm = torch.where(alive, dm, 0).to(magnitude.dtype)
+    return dbase, dlora, dm
+
+
+# How the GPU does it.
+
+
+@jit
+def _gain(magnitude, norm, o_n, m_n):
+    b_norm = tl.load(norm + o_n, mask=m_n, other=1.0).to(tl.float32)
+    b_m = tl.load(magnitude + o_n, mask=m_n, other=1.0).to(tl.float32)
+    alive = b_norm > 0
+    # div_rn: m / m must be exactly 1, or a fresh adapter would not be its base
+    return tl.where(alive, tl.div_rn(b_m, tl.where(alive, b_norm, 1.0)), 1.0)
+
+
+@jit
+def _forward_kernel(
+    out, base, lora, magnitude, norm, bias, y, scale, M, N,
+    HAS_BASE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Y: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    m_n = o_n < N
+    mask = (o_m[:, None] < M) & m_n[None, :]
+    offsets = o_m[:, None] * N + o_n[None, :]
+    b_g = _gain(magnitude, norm, o_n, m_n)
+    b_out = tl.load(lora + offsets, mask=mask, other=0.0).to(tl.float32) * (b_g * scale)[None, :]
+    if HAS_BIAS:
+        b_b = tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_out += ((1 - b_g) * b_b)[None, :]
+    if HAS_BASE:
+        b_base = tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)
+        b_out += (b_g - 1)[None, :] * b_base
+    if HAS_Y:
+        b_out += tl.load(y + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offsets, b_out.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _backward_kernel(
+    dbase, dlora, part, dout, base, lora, magnitude, norm, bias, scale, M, N, ROWS,
+    HAS_BASE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    i_m = tl.program_id(0)
+    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < N
+    b_g = _gain(magnitude, norm, o_n, m_n)
+    if HAS_BIAS:
+        b_b = tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
+    # one sum an element of the tile, joined once at the end: threads meet once, not at every step
+    b_sum = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, ROWS, BLOCK_M):
+        o_m = (i_m * ROWS + start + tl.arange(0, BLOCK_M)).to(tl.int64)
+        mask = (o_m[:, None] < M) & m_n[None, :]
+        offsets = o_m[:, None] * N + o_n[None, :]
+        b_dout = tl.load(dout + offsets, mask=mask, other=0.0).to(tl.float32)
+        if NEED_BASE:
+            b_dbase = b_dout * (b_g - 1)[None, :]
+            tl.store(dbase + offsets, b_dbase.to(dbase.dtype.element_ty), mask=mask)
+        if NEED_LORA:
+            b_dlora = b_dout * (b_g * scale)[None, :]
+            tl.store(dlora + offsets, b_dlora.to(dlora.dtype.element_ty), mask=mask)
+        if NEED_M:
+            b_v = tl.load(lora + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+            if HAS_BASE:
+                b_v += tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                b_v -= b_b[None, :]
+            b_sum += b_dout * b_v
+    if NEED_M:
+        tl.store(part + i_m.to(tl.int64) * N + o_n, tl.sum(b_sum, axis=0), mask=m_n)
+
+
+@jit
+def _magnitude_kernel(dm, part, norm, N, PARTS, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < N
+    b_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for p in range(0, PARTS, BLOCK_P):
+        o_p = (p + tl.arange(0, BLOCK_P)).to(tl.int64)
+        mask = (o_p[:, None] < PARTS) & m_n[None, :]
+        b_sum += tl.sum(tl.load(part + o_p[:, None] * N + o_n[None, :], mask=mask, other=0.0), 0)
+    b_norm = tl.load(norm + o_n, mask=m_n, other=1.0).to(tl.float32)
+    alive = b_norm > 0
+    b_dm = tl.where(alive, b_sum / tl.where(alive, b_norm, 1.0), 0.0)
+    tl.store(dm + o_n, b_dm.to(dm.dtype.element_ty), mask=m_n)
+
+
+_forward = Launcher(_forward_kernel)
+_backward = Launcher(_backward_kernel)
+_magnitude = Launcher(_magnitude_kernel)
+
+
+def _fits(tensor: Tensor) -> bool:
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return tensor.dtype in floats and tiles(tensor.device).obstacle is None
+
+
+def _room(like: Tensor, needed: bool) -> Tensor:
+    return torch.empty_like(like) if needed else like.new_empty(0)
+
+
+def _packed(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel wants some pointer, also for what it will not read."""
+    return other if tensor is None else tensor.contiguous()
+
+
+def _launch_forward(
+    base: Tensor | None,
+    lora: Tensor,
+    magnitude: Tensor,
+    norm: Tensor,
+    bias: Tensor | None,
+    y: Tensor | None,
+    scale: float,
+) -> Tensor:
+    if not _fits(lora):
+        return dora_compose_ref(base, lora, magnitude, norm, bias, y, scale)
+    lora = lora.contiguous()
+    out = torch.empty_like(lora)
+    if out.numel() == 0:
+        return out
+    M, N = lora.shape
+    tile = tiles(lora.device).compose_forward
+    tensors = (_packed(base, lora), lora, *_rows(magnitude, norm, bias), _packed(y, lora))
+    _forward(
+        (-(-M // tile.block_m), -(-N // tile.block_n), 1),
+        (out, *tensors),
+        (float(scale), M, N),
+        (base is not None, bias is not None, y is not None, tile.block_m, tile.block_n),
+        num_warps=tile.num_warps,
+    )
+    return out
+
+
+def _rows(magnitude: Tensor, norm: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    magnitude = magnitude.contiguous()
+    return magnitude, norm.contiguous(), _packed(bias, magnitude)
+
+
+def _launch_backward(
+    dout: Tensor,
+    base: Tensor | None,
+    lora: Tensor | None,
+    magnitude: Tensor,
+    norm: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    need_base: bool,
+    need_lora: bool,
+    need_m: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _fits(dout):
+        return dora_compose_bwd_ref(
+            dout, base, lora, magnitude, norm, bias, scale, need_base, need_lora, need_m
+        )
+    dout = dout.contiguous()
+    M, N = dout.shape
+    dbase, dlora, dm = _room(dout, need_base), _room(dout, need_lora), _room(magnitude, need_m)
+    if dout.numel() == 0:
+        return dbase, dlora, dm.zero_()
+    tile = tiles(dout.device).compose_backward
+    columns = -(-N // tile.block_n)
+    rows = tile.rows(M, columns)
+    parts = -(-M // rows)
+    part = dout.new_empty((parts, N), dtype=torch.float32) if need_m else dout
+    m, n, b = _rows(magnitude, norm, bias)
+    _backward(
+        (parts, columns, 1),
+        (dbase, dlora, part, dout, _packed(base, dout), _packed(lora, dout), m, n, b),
+        (float(scale), M, N, rows),
+        (base is not None, bias is not None, need_base, need_lora, need_m,
+         tile.block_m, tile.block_n),
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    if need_m:
+        _magnitude((-(-N // 32), 1, 1), (dm, part, n), (N, parts), (32, 32))
+    return dbase, dlora, dm
+
+
+def _like_backward(dout: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, magnitude, _, _, _, need_base, need_lora, need_m = args
+    return _room(dout, need_base), _room(dout, need_lora), _room(magnitude, need_m)
+
+
+# How PyTorch sees it.
+
+_forward_op = register_op(
+    "dora_compose_fwd(Tensor? base, Tensor lora, Tensor magnitude, Tensor norm, Tensor? bias,"
+    " Tensor? y, float scale) -> Tensor",
+    reference=dora_compose_ref,
+    fused=_launch_forward,
+    fake=lambda base, lora, *more: torch.empty_like(lora),
+)
+_backward_op = register_op(
+    "dora_compose_bwd(Tensor dout, Tensor? base, Tensor? lora, Tensor magnitude, Tensor norm,"
+    " Tensor? bias, float scale, bool need_base, bool need_lora, bool need_m)"
+    " -> (Tensor, Tensor, Tensor)",
+    reference=dora_compose_bwd_ref,
+    fused=_launch_backward,
+    fake=_like_backward,
+)
 
 
 class _DoraCompose(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, base: Tensor, lora: Tensor, gain: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(base, lora, gain)
+    def forward(
+        ctx: Any,
+        base: Tensor | None,
+        lora: Tensor,
+        magnitude: Tensor,
+        norm: Tensor,
+        bias: Tensor | None,
+        y: Tensor | None,
+        scale: float,
+    ) -> Any:
+        reads = (base, lora) if ctx.needs_input_grad[2] else (None, None)
+        ctx.save_for_backward(*reads, magnitude, norm, bias)
         ctx.scale = scale
-        return dora_compose_ref(base, lora, gain, scale)
+        forward = _launch_forward if direct(lora) else _forward_op
+        return forward(base, lora, magnitude, norm, bias, y, scale)
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> Any:
-        base, lora, gain = ctx.saved_tensors  # plain tensor algebra: differentiable again
-        return *dora_compose_bwd_ref(douts[0], base, lora, gain, ctx.scale), None
+        base, lora, magnitude, norm, bias = ctx.saved_tensors
+        need_base, need_lora, need_m, _, need_bias, need_y, _ = ctx.needs_input_grad
+        dout = douts[0].contiguous()
+        backward = _launch_backward if direct(dout) else _backward_op
+        if torch.is_grad_enabled():  # gradients of gradients: rare, so by plain tensor algebra
+            backward = dora_compose_bwd_ref
+        dbase, dlora, dm = backward(
+            dout, base, lora, magnitude, norm, bias, ctx.scale, need_base, need_lora, need_m
+        )
+        db = None
+        if need_bias:
+            gain = dora_gain(magnitude, norm)
+            db = ((1 - gain) * dout.sum(0, dtype=gain.dtype)).to(bias.dtype)
+        dbase, dlora = dbase if need_base else None, dlora if need_lora else None
+        dm, dy = dm if need_m else None, dout if need_y else None
+        return dbase, dlora, dm, None, db, dy, None
 
 
-def dora_compose(base: Tensor, lora: Tensor, gain: Tensor, *, scale: float) -> Tensor:
-    """(g - 1) base + g s lora, with gradients for all three tensors.
+def _check(
+    base: Tensor | None,
+    lora: Tensor,
+    magnitude: Tensor,
+    norm: Tensor,
+    bias: Tensor | None,
+    y: Tensor | None,
+) -> None:
+    for name, other in (("base", base), ("y", y)):
+        if other is not None and (other.shape != lora.shape or other.dtype != lora.dtype):
+            raise ValueError(
+                f"dora_compose got lora {tuple(lora.shape)} {lora.dtype} and {name} "
+                f"{tuple(other.shape)} {other.dtype}: y, base and lora must agree."
+            )
+    for name, row in (("magnitude", magnitude), ("norm", norm), ("bias", bias)):
+        if row is not None and row.shape != lora.shape[-1:]:
+            raise ValueError(
+                f"dora_compose got lora {tuple(lora.shape)} and {name} {tuple(row.shape)}: "
+                f"{name} must have one entry per last dimension, {lora.shape[-1]}."
+            )
+
+
+def dora_compose(
+    base: Tensor | None,
+    lora: Tensor,
+    magnitude: Tensor,
+    norm: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    y: Tensor | None = None,
+) -> Tensor:
+    """y + (g - 1) (base - b) + g s lora, with gradients for all tensors but the norm.
 
     Args:
-        base: [..., N] frozen output without bias, any float dtype.
+        base: [..., N] frozen output, any float dtype; None if `lora` holds base + s lora already.
         lora: [..., N] output of B(A(x)) before scaling, same shape and dtype.
-        gain: [N], fp32 (fp64 with fp64 inputs).
-        scale: s, a plain number.
+        magnitude, norm: [N] fp32 (fp64 with fp64 inputs); the norm comes from `dora_norm` and is a
+            constant for autograd.
+        scale: s, a plain number; 1 if `lora` holds the joined branches.
+        bias: [N], if the frozen output holds a bias: the gain does not stretch it.
+        y: [..., N] to add the result to; not written to.
 
     Returns:
-        [..., N] in the dtype of `base`.
+        [..., N] in the dtype of `lora`.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
     """
-    if base.shape != lora.shape or base.dtype != lora.dtype or gain.shape != base.shape[-1:]:
-        raise ValueError(
-            f"dora_compose got base {tuple(base.shape)} {base.dtype}, lora {tuple(lora.shape)} "
-            f"{lora.dtype} and gain {tuple(gain.shape)}: base and lora must agree, and gain must "
-            "have one entry per last dimension."
-        )
-    n = base.shape[-1]
-    out: Tensor = _DoraCompose.apply(  # type: ignore[no-untyped-call]
-        base.reshape(-1, n), lora.reshape(-1, n), gain, scale
-    )
-    return out.view(base.shape)
+    _check(base, lora, magnitude, norm, bias, y)
+
+    def flat(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.reshape(-1, lora.shape[-1]).contiguous()
+
+    out: Tensor = _DoraCompose.apply(flat(base), flat(lora), magnitude, norm, bias, flat(y), scale)
+    return out.view(lora.shape)
