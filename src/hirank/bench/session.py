@@ -60,6 +60,7 @@ class Session:
 
     def tidy(self) -> None:
         """Let go of the arms that were measured, before the next are built."""
+        gc.unfreeze()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -71,6 +72,10 @@ class Session:
         fitting = {name: step for name, step in steps.items() if self._fits(name, step)}
         if not fitting:
             return fitting, {}
+        # With several models in one process a full collection takes several times as long as in
+        # anyone's training; frozen objects are left out of it.
+        gc.collect()
+        gc.freeze()
         warmup = max(0, self.warmup - 1)  # the first was to see whether it fits
         taken = interleaved(fitting, repeats=self.repeats, warmup=warmup, limit=self.limit)
         return fitting, taken
