@@ -140,7 +140,7 @@ def _backward_kernel(
     b_g, _ = _gain(magnitude, norm, o_n, m_n)
     if HAS_BIAS:
         b_b = tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
-    b_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
+    b_sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)  # added up across rows at the end
     for start in range(0, ROWS, BLOCK_M):
         o_m = (i_m * ROWS + start + tl.arange(0, BLOCK_M)).to(tl.int64)
         mask = (o_m[:, None] < M) & m_n[None, :]
@@ -151,9 +151,9 @@ def _backward_kernel(
             b_v = tl.load(y + offsets, mask=mask, other=0.0).to(tl.float32)
             if HAS_BIAS:
                 b_v -= b_b[None, :]
-            b_sum += tl.sum(b_dy * b_v, axis=0)
+            b_sums += b_dy * b_v
     if NEED_DM:
-        tl.store(part + i_m.to(tl.int64) * N + o_n, b_sum, mask=m_n)
+        tl.store(part + i_m.to(tl.int64) * N + o_n, tl.sum(b_sums, axis=0), mask=m_n)
 
 
 @jit
