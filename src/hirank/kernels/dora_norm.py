@@ -10,26 +10,28 @@ The first does not change while the base is frozen: compute it once with `row_sq
 pass it back as `base_sq`. Where W is close to -s B A the three terms cancel; rows that lost more
 than a factor `1 / _CANCELLED` are computed again from W + s B A itself, a few rows at a time.
 
+That is the reference, and the way on a CPU. A GPU goes by the definition instead, tile by tile
+over W + s B A: the same operations, nothing cancels, and W has to be read only once. The kernels
+are those of `norm_table`, which takes many layers at once.
+
 Shapes     weight [N, K]; lora_A [R, K]; lora_B [N, R]; norm, base_sq, magnitude [N].
            N out features, K in features, R rank.
 Precision  sums in fp32 (fp64 if the weight is fp64), outside autocast, whatever the inputs are.
            Half weights are widened a block of columns at a time, never as a whole.
-Memory     [N, R] a few times, plus blocks within `chunk_bytes`.
-GPU        the products run in cuBLAS with fp32 results; one kernel adds the three terms of a row,
-           takes the root, and computes cancelling rows again where it meets them. A A^T goes
-           through bf16 in two parts, high and low, so that nothing is lost to its rounding.
+Memory     [N, R] a few times, plus blocks within `chunk_bytes`; on a GPU O(N).
 Paper      DoRA, arXiv 2402.09353, eq. 5; factored norm: arXiv 2603.22276.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hirank.kernels._products import product
-from hirank.kernels._triton import HAS_TRITON, dot_type, interpreting, jit, tl, triton
+from hirank.kernels._triton import HAS_TRITON, interpreting
+from hirank.kernels.norm_table import NormEntry, NormTable
 
 __all__ = ["CHUNK_BYTES", "dora_gain", "dora_norm", "dora_norm_ref", "row_square_sum"]
 
@@ -72,6 +74,11 @@ def _square_sum(block: Tensor) -> Tensor:
 def row_square_sum(weight: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
     """||W[n]||^2 for every row: [N] fp32 (fp64 for an fp64 weight [N, K])."""
     acc = _accumulator(weight)
+    if fits_triton(weight):
+        out = torch.empty(weight.shape[0], dtype=acc, device=weight.device)
+        none = weight.new_empty(0, weight.shape[1]), weight.new_empty(weight.shape[0], 0)
+        _launch(NormEntry(weight, *none, 0.0, out), root=False)
+        return out
     total = torch.zeros(weight.shape[0], dtype=acc, device=weight.device)
     for columns in _column_blocks(weight, 0, chunk_bytes):
         total += _square_sum(weight[:, columns].to(acc))
@@ -126,68 +133,24 @@ def dora_norm_ref(
         return squared.clamp_(min=0).sqrt_()
 
 
-@jit
-def _assemble_kernel(
-    norm, base_sq, cross, gram_high, gram_low, weight, lora_A, lora_B, scale, N, K, R,
-    CANCELLED: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_n = o_n < N
-    row = o_n.to(tl.int64)[:, None]
-    b_base = tl.load(base_sq + o_n, mask=m_n, other=1.0)
-    b_cross = tl.zeros([BLOCK_N], dtype=tl.float32)
-    b_gram = tl.zeros([BLOCK_N], dtype=tl.float32)
-    for r in range(0, R, BLOCK_R):
-        o_r = r + tl.arange(0, BLOCK_R)
-        mask = m_n[:, None] & (o_r[None, :] < R)
-        offsets = row * R + o_r[None, :]
-        b_B = tl.load(lora_B + offsets, mask=mask, other=0.0).to(tl.float32)
-        b_cross += tl.sum(b_B * tl.load(cross + offsets, mask=mask, other=0.0), axis=1)
-        b_G = tl.load(gram_high + offsets, mask=mask, other=0.0)
-        b_G += tl.load(gram_low + offsets, mask=mask, other=0.0)
-        b_gram += tl.sum(b_B * b_G, axis=1)
-    b_sum = b_base + 2 * scale * b_cross + scale * scale * b_gram
-    lost = m_n & (b_sum < CANCELLED * (b_base + scale * scale * b_gram))
-    if tl.sum(lost.to(tl.int32), axis=0) > 0:
-        b_dense = tl.zeros([BLOCK_N], dtype=tl.float32)  # by the definition
-        for k in range(0, K, BLOCK_K):
-            o_k = k + tl.arange(0, BLOCK_K)
-            m_k = o_k < K
-            b_dot = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-            for r in range(0, R, BLOCK_R):
-                o_r = r + tl.arange(0, BLOCK_R)
-                m_r = o_r < R
-                b_B = tl.load(lora_B + row * R + o_r[None, :],
-                              mask=m_n[:, None] & m_r[None, :], other=0.0)  # fmt: skip
-                b_A = tl.load(lora_A + o_r.to(tl.int64)[:, None] * K + o_k[None, :],
-                              mask=m_r[:, None] & m_k[None, :], other=0.0)  # fmt: skip
-                b_dot = tl.dot(b_B.to(DOT), b_A.to(DOT), b_dot, input_precision="ieee")
-            b_W = tl.load(weight + row * K + o_k[None, :],
-                          mask=m_n[:, None] & m_k[None, :], other=0.0)  # fmt: skip
-            b_full = b_W.to(tl.float32) + scale * b_dot
-            b_dense += tl.sum(b_full * b_full, axis=1)
-        b_sum = tl.where(lost, b_dense, b_sum)
-    tl.store(norm + o_n, tl.sqrt_rn(tl.maximum(b_sum, 0.0)), mask=m_n)
+# How the GPU does it: as a table of one layer, kept for the next call on the same memory.
+
+_KEPT = 512  # tables; each is a few kilobytes
+_TABLES: dict[tuple[Any, ...], NormTable] = {}
 
 
-def _launch(
-    norm: Tensor, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, base_sq: Tensor
-) -> None:
-    # weight, A and B share the dtype in which they multiply; norm [N] fp32 is written
-    with torch.autocast(weight.device.type, enabled=False):
-        wide = torch.float32
-        cross = product(weight, lora_A.T, wide)  # [N, R]
-        gram = product(lora_A, lora_A.T, wide)  # [R, R]
-        high = gram.to(lora_A.dtype)
-        low = (gram - high).to(lora_A.dtype)
-        gram_high, gram_low = product(lora_B, high, wide), product(lora_B, low, wide)  # [N, R]
-    n, k = weight.shape
-    _assemble_kernel[(triton.cdiv(n, 32),)](
-        norm, base_sq, cross, gram_high, gram_low, weight, lora_A, lora_B, scale,
-        n, k, lora_A.shape[0],
-        CANCELLED=_CANCELLED, DOT=dot_type(lora_A.dtype), BLOCK_N=32, BLOCK_R=64, BLOCK_K=64,
+def _launch(entry: NormEntry, *, root: bool) -> None:
+    tensors = entry.weight, entry.lora_A, entry.lora_B, entry.norm
+    key = (
+        root, entry.scale, entry.weight.device, entry.weight.dtype, entry.lora_A.dtype,
+        *(t.shape for t in tensors), *(t.data_ptr() for t in tensors),
     )  # fmt: skip
+    table = _TABLES.get(key)
+    if table is None:
+        if len(_TABLES) >= _KEPT:
+            _TABLES.clear()
+        table = _TABLES[key] = NormTable([entry], entry.lora_A.dtype, root=root)
+    table.compute()
 
 
 def fits_triton(*tensors: Tensor) -> bool:
@@ -226,7 +189,7 @@ def dora_norm(
         lora_A, lora_B: [R, K] and [N, R], as the forward will use them (cast to its dtype first
             if it casts them).
         scale: s, a plain number.
-        base_sq: [N] from `row_square_sum`, if the caller kept it.
+        base_sq: [N] from `row_square_sum`, if the caller kept it; a GPU does not need it.
         chunk_bytes: budget for widened blocks, in bytes; a block is at least 64 columns wide.
         out: [N] to write into instead of a new tensor.
 
@@ -242,21 +205,19 @@ def dora_norm(
             f"dora_norm got weight {n}x{k} with A {r}x{k_a} and B {tuple(lora_B.shape)}: "
             f"A must be [R, {k}] and B [{n}, R] of one rank R."
         )
-    if not _fused_here(weight, lora_A, lora_B) or scale == 0:
+    if not _fused_here(weight, lora_A, lora_B, out):
         norm = dora_norm_ref(weight, lora_A, lora_B, scale, base_sq, chunk_bytes)
         return norm if out is None else out.copy_(norm)
     with torch.no_grad():
-        if base_sq is None:
-            base_sq = row_square_sum(weight, chunk_bytes=chunk_bytes)
         norm = torch.empty(n, dtype=torch.float32, device=weight.device) if out is None else out
-        _launch(norm, weight, lora_A, lora_B, scale, base_sq)
+        _launch(NormEntry(weight, lora_A, lora_B, scale, norm), root=True)
         return norm
 
 
-def _fused_here(weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> bool:
+def _fused_here(weight: Tensor, lora_A: Tensor, lora_B: Tensor, out: Tensor | None) -> bool:
     return (
         fits_triton(weight, lora_A, lora_B)
         and weight.dtype == lora_A.dtype == lora_B.dtype
-        and (weight.is_cuda or lora_A.dtype == torch.float32)  # only a GPU has fp32 sums of halves
-        and lora_A.shape[0] > 0
+        and weight.device == lora_A.device == lora_B.device
+        and (out is None or (fits_triton(out) and out.dtype == torch.float32))
     )
