@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from hirank.kernels._operands import operands
 from hirank.kernels._products import product
 from hirank.kernels._tuning import pays, tiles
+from hirank.kernels.dora_decode import decodes, dora_decode
 from hirank.kernels.dora_norm import dora_gain
 from hirank.kernels.gain_pass import (
     gain_backward,
@@ -329,8 +330,15 @@ def owned_linear(
     """`dora_linear` without its checks: x and weight are in the compute dtype, shapes fit."""
     if bias is not None and bias.dtype != weight.dtype:
         bias = bias.to(weight.dtype)
+    gain_pass = _pass_of(backend, x, weight)
+    if not torch.is_grad_enabled():
+        if backend != "torch" and decodes(x, weight, lora_A, lora_B):
+            return dora_decode(x, weight, lora_A, lora_B, magnitude, norm, bias, scale)
+        return dora_linear_fwd_ref(
+            x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass
+        )[0]
     y: Tensor = _DoraLinear.apply(  # type: ignore[no-untyped-call]
-        x, lora_A, lora_B, magnitude, bias, weight, norm, scale, _pass_of(backend, x, weight)
+        x, lora_A, lora_B, magnitude, bias, weight, norm, scale, gain_pass
     )
     return y
 
