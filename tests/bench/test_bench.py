@@ -4,11 +4,14 @@ import json
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
-from hirank.bench import gate, tables
+from hirank.bench import arms as arms_
+from hirank.bench import gate, model, session, tables
 from hirank.bench.options import BAD_INPUT, DISAGREES, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,9 +22,11 @@ SUITES = {
     "norm": ["--shape", "48x32", "--rank", "4", "--calls", "1"],
     "compose": ["--features", "32", "--tokens", "8", "--calls", "1"],
     "prefill": ["--seq", "16", "--rank", "4"],
-    "decode": ["--prompt", "4", "--new", "2", "--batch", "1,2", "--rank", "4"],
+    "decode": ["--prompt", "4", "--new", "2", "--cache", "dynamic,static", "--rank", "4"],
     "init": ["--rank", "4"],
-    "convergence": ["--text", str(ROOT / "README.md"), "--seq", "16", "--steps", "3"],
+    "convergence": [
+        *("--text", str(ROOT / "README.md"), "--seq", "16", "--steps", "3", "--pretrain", "2")
+    ],
 }
 
 
@@ -92,6 +97,59 @@ def test_norms_once_a_step_with_accumulation_and_checkpointing(
     assert {one["metrics"]["wall_s"]["n"] for one in ours} == {1}
 
 
+def test_a_judge_that_was_not_asked_for_judges_and_is_no_row(tmp_path: Path, tiny_model_dir: Path):
+    settings = [*SUITES["model"], "--model", str(tiny_model_dir), "--out", str(tmp_path)]
+    code, said = bench("model", *SMALL, *settings, "--arms", "base,hirank-dora")
+    assert code == 0, said
+    base, ours = recorded(tmp_path)
+    assert (base["arm"], ours["arm"]) == ("base", "hirank-dora")
+    assert ours["metrics"]["agreement"]["against"] == "peft-dora"
+    assert ours["metrics"]["off_fp32"] == ours["metrics"]["agreement"]["off"]
+    assert set(ours["metrics"]["ratio"]) == {"base"}
+
+
+def test_combinations_share_the_base_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path
+):
+    built: list[weakref.ref] = []
+    loaded: list[str] = []
+    build, load = arms_.build, session.load_base
+
+    def watched_build(*args, **kwargs):
+        assert not any(one() for one in built), "arms of an earlier combination are still alive"
+        models = build(*args, **kwargs)
+        built.extend(weakref.ref(model) for model in models.values())
+        return models
+
+    monkeypatch.setattr(arms_, "build", watched_build)
+    monkeypatch.setattr(session, "load_base", lambda *a: loaded.append(a[0]) or load(*a))
+    settings = ["--seq", "8", "--rank", "2,4", "--checkpointing", "on,off", "--out", "none"]
+    code, said = bench("model", *SMALL, *settings, "--model", str(tiny_model_dir))
+    assert code == 0, said
+    assert len(loaded) == 1 and len(built) == 4 * len(arms_.ARMS)
+
+
+def test_an_arm_that_does_not_fit_is_a_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model_dir: Path
+):
+    timed = model._Arm._timed
+
+    def too_large(arm):
+        if arm.name == "peft-dora":
+            raise torch.OutOfMemoryError("no room")
+        return timed(arm)
+
+    monkeypatch.setattr(model._Arm, "_timed", too_large)
+    settings = [*SUITES["model"], "--model", str(tiny_model_dir), "--out", str(tmp_path)]
+    code, said = bench("model", *SMALL, *settings, "--arms", "peft-lora,peft-dora,hirank-dora")
+    assert code == 0 and "peft-dora: out of memory" in said
+    found = {one["arm"]: one["metrics"] for one in recorded(tmp_path)}
+    assert found["peft-dora"] == {"out_of_memory": True}
+    assert set(found["hirank-dora"]["ratio"]) == {"peft-lora"}
+    (row,) = (row for row in rows(said) if row[0] == "peft-dora")
+    assert row.count("out of memory") == 1 and row.count("") == len(row) - 2
+
+
 def test_no_ratio_without_agreement(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model_dir: Path
 ):
@@ -115,6 +173,7 @@ def test_no_ratio_without_agreement(
         (["model", "--repeats", "0"], "--repeats got 0"),
         (["layer", "--shape", "4096"], "IN x OUT"),
         (["convergence"], "give a text file"),
+        (["decode", "--cache", "big"], "--cache got 'big'"),
         (["compose", "--features", "8", "--tokens", "4", "--out", "/dev/null/x"], "--out"),
     ],
 )

@@ -67,3 +67,22 @@ def test_a_gpu_is_busy_for_no_longer_than_the_wall_clock_says():
     found = profiled(lambda: [x @ x for _ in range(10)], device)
     assert 0 < found["matrix_s"] <= found["busy_s"] * 1.001
     assert found["busy_s"] < 20 * calls(lambda: x @ x, 10, device)
+
+
+@pytest.mark.gpu
+def test_watching_takes_nothing_from_pytorchs_allocator():
+    device = torch.device("cuda")
+    x = torch.randn(1024, 1024, device=device)
+
+    def peak(run) -> int:
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+
+    def work():
+        for _ in range(1000):
+            (x @ x).relu_()
+
+    peak(work)  # cuBLAS takes its workspace
+    assert peak(lambda: profiled(work, device)) == peak(work)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
 
-__all__ = ["checkpoint_blocks", "kept_keys_and_values"]
+__all__ = ["checkpoint_blocks", "kept_keys_and_values", "static_cache"]
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -22,3 +23,12 @@ def kept_keys_and_values(output: Any) -> dict[str, Any]:
     """What to pass on with the next token, by the name that this version wants."""
     name = "cache" if "cache" in output else "past_key_values"
     return {name: output[name]}
+
+
+def static_cache(model: nn.Module, length: int) -> dict[str, Any]:
+    """Room for the keys and values of `length` tokens, by the name that this version wants."""
+    from transformers import StaticCache
+
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
+    return {name: StaticCache(config=base.config, max_cache_len=length)}

@@ -3,10 +3,14 @@
 Same start, same batches in the same order, same optimizer. `loss_difference` is the mean over all
 steps of |loss - stock's loss| on the same batch, `eval_difference` the same for the held-out loss
 after the last step.
+
+Two trainings part by themselves once anything rounds differently. How far is shown by a third:
+`peft-dora-ulp` is stock PEFT from a start whose weights are all larger by the last bit of fp32.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +28,10 @@ from hirank.errors import HirankError
 
 __all__ = ["ARMS", "run"]
 
-ARMS = ("peft-dora", "hirank-dora")
+REFERENCE = "peft-dora"
+ARMS = (REFERENCE, "peft-dora-ulp", "hirank-dora")
 _EVAL_BATCHES = 16
+_PRETRAIN_LR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,13 @@ class _Run:
             logits = self.model(input_ids=ids, use_cache=False).logits
             return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
-    def step(self, ids: Tensor) -> float:
-        """The loss before this optimizer step."""
+    def step(self, ids: Tensor) -> Tensor:
+        """The loss before this optimizer step, not waited for."""
         loss = self.loss(ids)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss.detach())
+        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Tensor]) -> float:
@@ -57,31 +63,46 @@ class _Run:
 
 
 def run(settings: Convergence, session: Session) -> list[Result]:
-    """Train both, batch by batch in turn."""
+    """Train all arms, batch by batch in turn. Stock PEFT is always among them."""
     base = session.base(settings.model)
     train, held_out = _batches(settings, base, session.device)
-    runs = {name: _start(base, name, settings, session.device) for name in ARMS}
+    learnt = [train[step % len(train)] for step in range(settings.pretrain)]
+    base = _pretrained(base, learnt, session.device)
+    names = list(dict.fromkeys([REFERENCE, *session.chosen(ARMS)]))
+    runs = {name: _start(base, name, settings, session.device) for name in names}
     _same_start(runs)
-    losses: dict[str, list[float]] = {name: [] for name in runs}
+    kept: dict[str, list[Tensor]] = {name: [] for name in runs}
     for step in range(settings.steps):
-        ids = train[step % len(train)]
         for name, one in runs.items():
-            losses[name].append(one.step(ids))
+            kept[name].append(one.step(train[(settings.pretrain + step) % len(train)]))
         if (step + 1) % 50 == 0:
-            latest = ", ".join(f"{name} {losses[name][-1]:.4f}" for name in losses)
+            latest = ", ".join(f"{name} {float(kept[name][-1]):.4f}" for name in kept)
             session.say(f"step {step + 1}: {latest}")
+    losses = {name: torch.stack(found).tolist() for name, found in kept.items()}
     final = {name: one.evaluate(held_out) for name, one in runs.items()}
     return [Result(name, _metrics(name, losses, final)) for name in runs]
 
 
+def _pretrained(base: nn.Module, batches: Sequence[Tensor], device: torch.device) -> nn.Module:
+    """A frozen copy of `base` that has learnt from `batches`, its weights in fp32 meanwhile."""
+    model = copy.deepcopy(base).float().requires_grad_(True).train()
+    one = _Run(model, torch.optim.AdamW(model.parameters(), lr=_PRETRAIN_LR), device)
+    for ids in batches:
+        one.step(ids)
+    for parameter in model.parameters():  # not the buffers: positions are in fp32 anywhere
+        parameter.data = parameter.data.to(arms_.base_dtype(device))
+        parameter.grad = None
+    return model.requires_grad_(False)
+
+
 def _metrics(name: str, losses: dict[str, list[float]], final: dict[str, float]) -> dict[str, Any]:
-    pairs = list(zip(losses[name], losses[ARMS[0]], strict=True))
+    pairs = list(zip(losses[name], losses[REFERENCE], strict=True))
     return {
         "first_loss": losses[name][0],
         "last_loss": losses[name][-1],
         "eval_loss": final[name],
         "loss_difference": sum(abs(ours - theirs) for ours, theirs in pairs) / len(pairs),
-        "eval_difference": abs(final[name] - final[ARMS[0]]),
+        "eval_difference": abs(final[name] - final[REFERENCE]),
         "losses": losses[name],
     }
 
@@ -100,11 +121,14 @@ def _start(base: nn.Module, name: str, settings: Convergence, device: torch.devi
 
 @torch.no_grad()
 def _same_start(runs: dict[str, _Run]) -> None:
-    """All runs begin with hirank's values: stock PEFT rounds m to the base dtype."""
-    first = arms_.trainable(runs[ARMS[-1]].model)
-    for one in runs.values():
-        for name, parameter in arms_.trainable(one.model).items():
-            parameter.copy_(first[name])
+    """All runs begin with the same values, m as an fp32 norm: stock PEFT rounds it to the base."""
+    models = {name: arms_.trainable(one.model) for name, one in runs.items()}
+    first = models.get("hirank-dora", models[REFERENCE])
+    for name, weights in models.items():
+        for key, parameter in weights.items():
+            parameter.copy_(first[key])
+            if name.endswith("-ulp"):
+                parameter.copy_(torch.nextafter(parameter, parameter + 1))
 
 
 def _batches(

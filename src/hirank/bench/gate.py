@@ -151,7 +151,7 @@ def distances(ours: Found, truth: Found) -> Distances:
 def _together(grads: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
     wrong = sum(float((grads[n].double() - t.double()).square().sum()) for n, t in truth.items())
     whole = sum(float(t.double().square().sum()) for t in truth.values())
-    return (wrong / max(whole, 1e-300)) ** 0.5
+    return math.sqrt(wrong / max(whole, 1e-300))
 
 
 def check(judge: str, ours: Distances, theirs: Distances, dtype: torch.dtype) -> Agreement:

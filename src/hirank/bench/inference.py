@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hirank.bench import arms as arms_
-from hirank.bench.compat import kept_keys_and_values
+from hirank.bench.compat import kept_keys_and_values, static_cache
 from hirank.bench.model import judged
 from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
 from hirank.bench.settings import Decode, Prefill
 from hirank.bench.timing import Sample, calls
+from hirank.errors import HirankError
 
 __all__ = ["ARMS", "run_decode", "run_prefill"]
 
@@ -36,10 +37,14 @@ def run_prefill(settings: Prefill, session: Session) -> list[Result]:
 
 def run_decode(settings: Decode, session: Session) -> list[Result]:
     """Greedy tokens, one after the other, from a prompt that was read before."""
+    if settings.cache not in ("dynamic", "static"):
+        raise HirankError(f"--cache got {settings.cache!r}: give dynamic or static.")
+    static = settings.cache == "static"
 
     def step(model: nn.Module, ids: Tensor) -> float:
-        out = model(input_ids=ids, logits_to_keep=1, use_cache=True)
-        state = {"token": out.logits[:, -1:].argmax(-1), "kept": kept_keys_and_values(out)}
+        room = static_cache(model, settings.prompt + settings.new) if static else {}
+        out = model(input_ids=ids, logits_to_keep=1, use_cache=True, **room)
+        state = {"token": out.logits[:, -1:].argmax(-1), "kept": room or kept_keys_and_values(out)}
 
         def write() -> None:
             out = model(input_ids=state["token"], **state["kept"], use_cache=True)

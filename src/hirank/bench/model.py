@@ -26,7 +26,7 @@ from hirank.bench.session import Result, Session, results
 from hirank.bench.settings import Model
 from hirank.bench.timing import Marks, Sample, synchronize
 
-__all__ = ["ARMS", "agreements_of", "run"]
+__all__ = ["ARMS", "judged", "run"]
 
 ARMS = arms_.ARMS
 _GATE_TOKENS = 64

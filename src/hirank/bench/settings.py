@@ -80,6 +80,7 @@ class Decode:
     new: int = _setting(32, "tokens that are written")
     batch: int = _setting(1, "sequences at a time")
     half: bool = _setting(False, "GPU: adapters in bf16 instead of fp32 under autocast")
+    cache: str = _setting("dynamic", "keys and values: dynamic, or static (of a fixed length)")
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,16 @@ class Compose:
 
 @dataclass(frozen=True)
 class Convergence:
-    """The same training twice, stock and hirank: how far do the losses part?"""
+    """The same training, stock and hirank: how far do the losses part?"""
 
-    model: str = _setting("tiny", "a model folder, or tiny")
+    model: str = _setting("small", "a model folder, or a shape by name: small, tiny (learn bytes)")
     text: str = _setting("", "a text file to learn from; its last tenth is held out")
     rank: int = _setting(64, "rank of the adapters")
     seq: int = _setting(256, "tokens of a sequence")
     batch: int = _setting(4, "sequences of a step")
     steps: int = _setting(500, "optimizer steps")
     lr: float = _setting(2e-4, "learning rate of AdamW, constant")
+    pretrain: int = _setting(0, "steps in which the base learns first, without adapters")
 
 
 @dataclass(frozen=True)

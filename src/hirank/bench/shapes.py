@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["LINEARS", "MODELS", "config_of", "linears"]
 
 # The numbers of each model's published config.json, on the Hugging Face Hub: Qwen/Qwen3-8B and
-# Qwen/Qwen3-32B. "tiny" is nobody's: a Llama that a CPU steps through in milliseconds.
+# Qwen/Qwen3-32B. "small" and "tiny" are nobody's: Llamas that learn a text's bytes in a minute on a
+# GPU, and that a CPU steps through in milliseconds.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": dict(
         model_type="qwen3",
@@ -38,6 +39,17 @@ MODELS: dict[str, dict[str, Any]] = {
         vocab_size=151936,
         max_position_embeddings=40960,
         tie_word_embeddings=False,
+    ),
+    "small": dict(
+        model_type="llama",
+        num_hidden_layers=8,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=256,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
     ),
     "tiny": dict(
         model_type="llama",

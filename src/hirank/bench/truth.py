@@ -62,17 +62,15 @@ def truth_of(
             raise HirankError(
                 f"{place} is a {type(linear).__name__}: the benchmark can judge nn.Linear only."
             )
-        found = {part: weights.get(f"{name}.{part}.default{end}") for part, end in _PARTS}
+        A, B = (weights[f"{name}.{part}.default.weight"] for part in ("lora_A", "lora_B"))
+        magnitude = weights.get(f"{name}.{arms_.MAGNITUDE}.default.weight")
         masked = _SameMask(f"{name}.lora_dropout.default", dropout)
-        model.set_submodule(place, _Adapted(linear, *found.values(), scale, masked))  # type: ignore[arg-type]
+        model.set_submodule(place, _Adapted(linear, A, B, magnitude, scale, masked))
     for module in list(model.modules()):
         _widen(module)
     if hasattr(model, "config"):
         checkpoint_blocks(model)
     return _NoAutocast(model).train()
-
-
-_PARTS = (("lora_A", ".weight"), ("lora_B", ".weight"), (arms_.MAGNITUDE, ".weight"))
 
 
 class _Adapted(nn.Module):
@@ -107,7 +105,8 @@ class _Adapted(nn.Module):
     @torch.no_grad()
     def _norm(self) -> Tensor:
         full = self.weight.double() + self.scale * self.lora_B.double() @ self.lora_A.double()
-        return full.norm(dim=1).float().clamp_min(1e-30)
+        norm: Tensor = torch.linalg.vector_norm(full, dim=1)
+        return norm.float().clamp_min(1e-30)
 
 
 def _widen(module: nn.Module) -> None:
