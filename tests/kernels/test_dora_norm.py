@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hirank.kernels.dora_norm import dora_gain, dora_norm, row_square_sum
+from hirank.kernels._triton import interpreting
+from hirank.kernels.dora_norm import dora_gain, dora_norm, dora_norm_ref, row_square_sum
 from hirank.testing import FLOATS, LINEAR_SHAPES, LinearCase
 from recorder import LiveBytes, OpLog
 
@@ -38,10 +39,16 @@ def test_scale_zero_is_the_base_norm(dtype):
     torch.testing.assert_close(norm.double(), case.weight.double().norm(dim=1), rtol=1e-6, atol=0)
 
 
-def test_zero_B_gives_exactly_the_base_norm():
-    case = LinearCase.make((1, 40, 96, 4)).to(torch.float32, DEVICE)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_zero_B_gives_exactly_the_base_norm(dtype):
+    case = LinearCase.make((1, 40, 96, 4)).to(dtype, DEVICE)
     norm = dora_norm(case.weight, case.lora_A, torch.zeros_like(case.lora_B), scale=2.0)
-    assert torch.equal(norm, row_square_sum(case.weight).sqrt())
+    assert torch.equal(norm, root(row_square_sum(case.weight)))
+
+
+def root(squares: torch.Tensor) -> torch.Tensor:
+    """As `dora_norm` takes it: Triton's is correctly rounded, PyTorch's on a CPU is not."""
+    return squares.double().sqrt().to(squares.dtype) if interpreting() else squares.sqrt()
 
 
 def test_kept_base_term_changes_nothing():
@@ -56,6 +63,37 @@ def test_mixed_dtypes_and_strided_inputs():
     got = dora_norm(strided, A, B, scale=2.0)
     exact = (case.weight.double() + 2 * B.double() @ A.double()).norm(dim=1)
     torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_the_reference_agrees():
+    """It is what a CPU runs, whatever runs here."""
+    case = LinearCase.make((1, 40, 96, 4)).to(torch.bfloat16, DEVICE)
+    norm = dora_norm_ref(case.weight, case.lora_A, case.lora_B, case.scale)
+    torch.testing.assert_close(norm.double(), dense(case), rtol=1e-6, atol=0)
+
+
+def test_writes_where_it_is_told():
+    case = LinearCase.make((1, 40, 96, 4)).to(torch.bfloat16, DEVICE)
+    out = torch.full((40,), torch.nan, device=DEVICE)
+    assert norm_of(case, out=out) is out
+    assert torch.equal(out, norm_of(case))
+
+
+def test_a_call_follows_its_inputs():
+    """What is kept between calls are addresses, never values."""
+    case = LinearCase.make((1, 40, 96, 4)).to(torch.float32, DEVICE)
+    for _ in range(3):
+        case.lora_B.mul_(-1.5)
+        case.weight.add_(0.01)
+        torch.testing.assert_close(norm_of(case).double(), dense(case), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 2), (3, 8, 0), (1, 1, 1)], ids=str)
+def test_empty_and_tiny(shape):
+    n, k, r = shape
+    weight, A, B = (torch.ones(*size, device=DEVICE) for size in ((n, k), (r, k), (n, r)))
+    norm = dora_norm(weight, A, B, scale=1.0)
+    assert norm.tolist() == pytest.approx([(1 + r) * k**0.5] * n)
 
 
 def test_autocast_does_not_reach_the_sums():
@@ -109,6 +147,24 @@ def test_stays_within_its_budget(dtype):
     assert live.peak < budget
     exact = (weight.double() + 0.5 * B.double() @ A.double()).norm(dim=1)
     torch.testing.assert_close(norm.double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [16, 64, 384, 768])
+@pytest.mark.parametrize("shape", [(4096, 12288), (12288, 4096)], ids=str)
+def test_large_in_memory_of_a_few_vectors(shape, rank):
+    """No [N, R] and no copy of W, A or B: O(N), and a descriptor for each operand and program."""
+    n, k = shape
+    weight, A = (torch.randn(size, k, device="cuda").bfloat16() for size in (n, rank))
+    B = torch.randn(n, rank, device="cuda").bfloat16()
+    dora_norm(weight, A, B, scale=0.5)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    norm = dora_norm(weight, A, B, scale=0.5)
+    assert torch.cuda.max_memory_allocated() - before < 256 * n
+    exact = (weight.double() + 0.5 * B.double() @ A.double()).norm(dim=1)
+    torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0)
 
 
 def test_half_weights_are_never_widened_as_a_whole():

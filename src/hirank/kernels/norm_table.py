@@ -251,7 +251,9 @@ class NormTable:
         self._scales = torch.tensor([e.scale for e in entries]).to(self._device, torch.float32)
         self._groups = [(g.packs.to(self._device), g.tiles.to(self._device)) for g in made.groups]
         self._roots, self._chunks = made.roots.to(self._device), made.chunks.to(self._device)
-        self._prints = torch.zeros(3, len(entries), dtype=torch.int32, device=self._device)
+        # rows of whole 16 bytes: Triton compiles a kernel anew for every alignment it meets
+        rows = 3, -(-len(entries) // 4) * 4
+        self._prints = torch.zeros(rows, dtype=torch.int32, device=self._device)
         self._flags: dict[tuple[int, ...] | bool, Tensor] = {}
         self._turn = 0
         self.computed = torch.zeros(len(entries), dtype=torch.int32, device=self._device)
