@@ -30,7 +30,7 @@ BEGAN = datetime(2026, 11, 29, 20, 11, tzinfo=UTC)
 def layers(count: int = 30) -> list[dict[str, str]]:
     """Seven linears a block; the last block's down_proj is one that hirank leaves to PEFT."""
     rows = [
-        {"name": f"model.layers.{block}.{part}", "kind": "dora", "tier": "owned", "reason": "cpu"}
+        {"name": f"model.layers.{block}.{part}", "kind": "dora", "tier": "eager", "reason": "cpu"}
         for block in range(count)
         for part in PARTS
     ]

@@ -42,7 +42,7 @@ def assert_same(theirs, ours, x, **kwargs):
 def test_outputs_and_gradients_equal_stock(dora, dropout, bias, training):
     theirs, ours = pair(Lin(24, 16, bias=bias), use_dora=dora, lora_dropout=dropout)
     theirs.train(training), ours.train(training)
-    expected = "composed" if dropout and training else "owned"
+    expected = "composed" if dropout and training else "eager"
     assert [row.tier for row in hirank.explain(ours).rows] == [expected]
     assert_same(theirs, ours, torch.randn(2, 5, 24))
 
@@ -76,7 +76,7 @@ def test_several_active_adapters(kinds):
     for order in (["default", "b"], ["b", "default"]):
         model.base_model.set_adapter(order)
         theirs, ours = copy.deepcopy(model), hirank.accelerate(copy.deepcopy(model))
-        assert hirank.explain(ours).rows[0].reason == "2 active adapters"
+        assert hirank.explain(ours).rows[0].reason == "2 active adapters; eager: on the CPU"
         assert_same(theirs, ours, torch.randn(4, 16))
 
 
@@ -240,7 +240,7 @@ def test_other_layers_are_left_to_peft_with_a_reason():
     rows = {
         row.name.rpartition(".")[2]: row for row in hirank.explain(hirank.accelerate(model)).rows
     }
-    assert rows["lin"].tier == "owned"
+    assert rows["lin"].tier == "eager"
     assert rows["conv"].reason == "Conv1d over Conv1d is not converted"
     assert rows["emb"].reason == "Embedding over Embedding is not converted"
 
@@ -258,8 +258,8 @@ def test_subclasses_of_linear_are_left_alone():
 def test_explanation_prints_a_table_and_a_summary():
     model = wrap(Lin(24, 16))
     text = str(hirank.explain(model))
-    assert text.splitlines()[0].split()[:3] == ["base_model.model.lin", "dora", "owned"]
-    assert text.splitlines()[-1] == "1 adapted layers: 1 owned"
+    assert text.splitlines()[0].split()[:3] == ["base_model.model.lin", "dora", "eager"]
+    assert text.splitlines()[-1] == "1 adapted layers: 1 eager"
 
 
 def test_a_model_without_adapters_is_refused():

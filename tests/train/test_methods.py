@@ -49,7 +49,7 @@ def test_full_trains_everything():
     assert applied.layers == []
 
 
-@pytest.mark.parametrize(("accelerate", "tiers"), [(True, {"owned"}), (False, {"peft"})])
+@pytest.mark.parametrize(("accelerate", "tiers"), [(True, {"eager"}), (False, {"peft"})])
 def test_layers_say_which_code_they_run(accelerate, tiers):
     layers = apply(tiny_llama(), MethodConfig(r=4, accelerate=accelerate)).layers
     assert {layer["tier"] for layer in layers} == tiers

@@ -208,7 +208,7 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path: Path) -> None:
 
 def test_layers_are_grouped_by_how_they_ran() -> None:
     most, rest = layer_groups(layers(count=30))
-    assert (most.count, most.kind, most.tier) == (209, "DoRA", "owned")
+    assert (most.count, most.kind, most.tier) == (209, "DoRA", "eager")
     assert dict(most.names)["model.layers.*.mlp.down_proj"] == 29
     assert (rest.count, rest.tier, rest.reason) == (1, "peft", "the adapter has a bias")
     assert rest.names == [("model.layers.29.mlp.down_proj", 1)]

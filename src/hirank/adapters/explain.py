@@ -21,7 +21,9 @@ class Row:
     kind: str
     """"lora", "dora", or the name of another variant."""
     tier: str
-    """"owned", "composed" or "peft"."""
+    """"fused training", "fused inference", "eager": hirank computes the whole layer, by Triton
+    kernels or plain PyTorch. "composed": the base layer's output, joined by hirank. "peft": PEFT's
+    own code."""
     reason: str
 
 
@@ -39,5 +41,6 @@ class Explanation:
 
     def __str__(self) -> str:
         width = max([len(row.name) for row in self.rows], default=0)
-        lines = [f"{r.name:<{width}}  {r.kind:<5} {r.tier:<9} {r.reason}" for r in self.rows]
+        tier = max([len(row.tier) for row in self.rows], default=0)
+        lines = [f"{r.name:<{width}}  {r.kind:<5} {r.tier:<{tier}}  {r.reason}" for r in self.rows]
         return "\n".join([*lines, self.summary()])

@@ -47,7 +47,9 @@ def _norm(adapter: Adapter, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return adapter.norms.norm(weight, adapter.lora_A, adapter.lora_B, adapter.scale, dtype)
 
 
-def owned_forward(x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter) -> Tensor:
+def owned_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter, backend: str = "auto"
+) -> Tensor:
     """The layer with one adapter: x [..., K] to [..., N] in the dtype a plain linear would give.
 
     The hot path: the adapter is known to fit the weight, so that only x is looked at.
@@ -57,7 +59,7 @@ def owned_forward(x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapt
     norm = None if norms is None else norms.norm(weight, A, B, scale, dtype)
     if x.dtype != dtype or weight.dtype != dtype or x.shape[-1] != weight.shape[1]:
         x, weight = fitted(x, weight, A, B)
-    return owned_linear(x, weight, A, B, magnitude, norm, bias, scale)
+    return owned_linear(x, weight, A, B, magnitude, norm, bias, scale, backend)
 
 
 def composed_forward(
@@ -66,6 +68,7 @@ def composed_forward(
     weight: Tensor,
     bias: Tensor | None,
     adapters: Sequence[Adapter],
+    backend: str = "auto",
 ) -> Tensor:
     """The layer with any number of adapters, with or without dropout. [..., K] to [..., N]
 
@@ -74,15 +77,16 @@ def composed_forward(
         base: the frozen layer, [M, K] to a new [M, N] that nobody else holds: it is overwritten.
         weight, bias: those of `base`, [N, K] and [N] or None.
         adapters: in the order in which they stack.
+        backend: as in `dora_compose`.
     """
     y = base(x.reshape(-1, x.shape[-1]))
     for adapter in adapters:
-        y = _add_adapter(y, x, weight, bias, adapter)
+        y = _add_adapter(y, x, weight, bias, adapter, backend)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _add_adapter(
-    y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter
+    y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter, backend: str
 ) -> Tensor:
     A, B, magnitude, scale, dropout, _, single_gemm = adapter
     dtype = y.dtype
@@ -91,9 +95,9 @@ def _add_adapter(
     if magnitude is not None and dropout is not None and not single_gemm:
         frozen, lora = F.linear(dropped, weight.to(dtype)), F.linear(hidden, B.to(dtype))
         norm = _norm(adapter, weight, dtype)
-        return dora_compose(frozen, lora, magnitude, norm, scale=scale, y=y)
+        return dora_compose(frozen, lora, magnitude, norm, scale=scale, y=y, backend=backend)
     joined = y.addmm_(hidden, B.to(dtype).T, alpha=scale)  # added inside the GEMM
     if magnitude is None:
         return joined
-    bias = None if bias is None else bias.to(dtype)
-    return dora_compose(None, joined, magnitude, _norm(adapter, weight, dtype), scale=1, bias=bias)
+    bias, norm = None if bias is None else bias.to(dtype), _norm(adapter, weight, dtype)
+    return dora_compose(None, joined, magnitude, norm, scale=1, bias=bias, backend=backend)

@@ -34,13 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hirank.kernels._backend import check_backend
 from hirank.kernels._ops import register_op
 from hirank.kernels._triton import Launcher, direct, jit, tl
 from hirank.kernels._tuning import tiles
 from hirank.kernels.dora_norm import dora_gain
 
 __all__ = ["dora_compose", "dora_compose_bwd_ref", "dora_compose_ref"]
-
 
 # What it means.
 
@@ -314,20 +314,22 @@ class _DoraCompose(torch.autograd.Function):
         bias: Tensor | None,
         y: Tensor | None,
         scale: float,
+        plain: bool,
     ) -> Any:
         reads = (base, lora) if ctx.needs_input_grad[2] else (None, None)
         ctx.save_for_backward(*reads, magnitude, norm, bias)
-        ctx.scale = scale
-        forward = _launch_forward if direct(lora) else _forward_op
+        ctx.scale, ctx.plain = scale, plain
+        fused = _launch_forward if direct(lora) else _forward_op
+        forward = dora_compose_ref if plain else fused
         return forward(base, lora, magnitude, norm, bias, y, scale)
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> Any:
         base, lora, magnitude, norm, bias = ctx.saved_tensors
-        need_base, need_lora, need_m, _, need_bias, need_y, _ = ctx.needs_input_grad
+        need_base, need_lora, need_m, _, need_bias, need_y, *_ = ctx.needs_input_grad
         dout = douts[0].contiguous()
         backward = _launch_backward if direct(dout) else _backward_op
-        if torch.is_grad_enabled():  # gradients of gradients: rare, so by plain tensor algebra
+        if ctx.plain or torch.is_grad_enabled():  # gradients of gradients: by plain algebra
             backward = dora_compose_bwd_ref
         dbase, dlora, dm = backward(
             dout, base, lora, magnitude, norm, bias, ctx.scale, need_base, need_lora, need_m
@@ -338,7 +340,7 @@ class _DoraCompose(torch.autograd.Function):
             db = ((1 - gain) * dout.sum(0, dtype=gain.dtype)).to(bias.dtype)
         dbase, dlora = dbase if need_base else None, dlora if need_lora else None
         dm, dy = dm if need_m else None, dout if need_y else None
-        return dbase, dlora, dm, None, db, dy, None
+        return dbase, dlora, dm, None, db, dy, None, None
 
 
 def _check(
@@ -372,6 +374,7 @@ def dora_compose(
     scale: float,
     bias: Tensor | None = None,
     y: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """y + (g - 1) (base - b) + g s lora, with gradients for all tensors but the norm.
 
@@ -383,17 +386,22 @@ def dora_compose(
         scale: s, a plain number; 1 if `lora` holds the joined branches.
         bias: [N], if the frozen output holds a bias: the gain does not stretch it.
         y: [..., N] to add the result to; not written to.
+        backend: as in `dora_linear`, but that "auto" is Triton wherever it runs.
 
     Returns:
         [..., N] in the dtype of `lora`.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together.
+        ValueError: shapes or dtypes do not fit, or Triton cannot run here and was asked for.
     """
     _check(base, lora, magnitude, norm, bias, y)
+    if backend != "auto":
+        check_backend(backend, lora.device)
 
     def flat(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.reshape(-1, lora.shape[-1]).contiguous()
 
-    out: Tensor = _DoraCompose.apply(flat(base), flat(lora), magnitude, norm, bias, flat(y), scale)
+    out: Tensor = _DoraCompose.apply(
+        flat(base), flat(lora), magnitude, norm, bias, flat(y), scale, backend == "torch"
+    )
     return out.view(lora.shape)

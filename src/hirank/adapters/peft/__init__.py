@@ -7,11 +7,15 @@ call it hands to PEFT's own forward, and `explain` tells why.
 
     layer.py     the subclass: forward, merge, unmerge
     route.py     which way a layer's next call goes, and why
-    convert.py   accelerate, restore, explain
+    options.py   what can be chosen
+    check.py     what is wrong with a layer or its input
+    convert.py   accelerate, restore
+    describe.py  explain
     patch.py     models yet to be made
 """
 
-from hirank.adapters.peft.convert import accelerate, explain, restore, unmatched_keys
+from hirank.adapters.peft.convert import accelerate, restore, unmatched_keys
+from hirank.adapters.peft.describe import explain
 from hirank.adapters.peft.layer import FastLinear
 from hirank.adapters.peft.patch import Patch, patch_peft
 

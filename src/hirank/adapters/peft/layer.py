@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from hirank.adapters.gain import NormCache
 from hirank.adapters.layers import Adapter, composed_forward, owned_forward
 from hirank.adapters.merge import Increment, merge_into
+from hirank.adapters.peft.check import check_backend_of, check_shapes, fault_of_call
+from hirank.adapters.peft.options import Options
 from hirank.adapters.peft.route import Known, adapter_obstacle, base_obstacle
 
 __all__ = ["FastLinear", "magnitude_of", "norms_of"]
@@ -24,18 +26,26 @@ class FastLinear(peft_lora.Linear):
     _hirank_known: "Known | None"  # the last route, for as long as it holds
     _hirank_norms: dict[str, NormCache]
     _hirank_base: Tensor | None  # the base weight while adapters are merged into it
+    _hirank_options: Options
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:  # adapter_names, aLoRA offsets, or a base layer with more arguments
             return super().forward(x, *args, **kwargs)
         known = self._hirank_known
-        if known is None or not known.holds(self):
-            known = self._hirank_known = Known(self, _adapters)
-        if known.tier == "owned":
-            return owned_forward(x, known.weight, known.bias, known.adapters[0])
-        if known.tier == "peft":
-            return super().forward(x)
-        return composed_forward(x, known.base, known.weight, known.bias, known.adapters)
+        try:
+            if known is None or not known.holds(self):
+                known = self._hirank_known = Known(self, _adapters)
+            weight, bias, adapters = known.weight, known.bias, known.adapters
+            if known.tier == "owned":
+                return owned_forward(x, weight, bias, adapters[0], known.backend)
+            if known.tier == "peft":
+                return super().forward(x)
+            return composed_forward(x, known.base, weight, bias, adapters, known.backend)
+        except (ValueError, RuntimeError, IndexError) as error:
+            fault = fault_of_call(self, x)
+            if fault is None:
+                raise
+            raise fault from error
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As PEFT's, but accumulated in fp32 and rounded once; `unmerge` is then exact."""
@@ -88,6 +98,9 @@ def magnitude_of(layer: Any, name: str) -> Tensor | None:
 
 
 def _adapters(layer: Any, names: list[str]) -> list[Adapter]:
+    settings: Options = layer._hirank_options
+    check_shapes(settings.name, layer, names)
+    check_backend_of(settings.name, layer, settings.backend)
     return [_adapter(layer, name) for name in names]
 
 
@@ -103,6 +116,7 @@ def _adapter(layer: Any, name: str) -> Adapter:
         layer.scaling[name],
         None if isinstance(dropout, nn.Identity) else dropout,
         None if magnitude is None else norms_of(layer, name),
+        layer._hirank_options.single_gemm,
     )
 
 

@@ -12,31 +12,32 @@ from torch import nn
 
 from hirank.adapters.gain import base_norm
 from hirank.adapters.peft.convert import convert
+from hirank.adapters.peft.options import Options, options
 from hirank.adapters.peft.route import plain_tensor
 
 __all__ = ["Patch", "patch_peft"]
 
 
 _undo: list[tuple[Any, str, Any]] = []
-_patches: set[int] = set()
+_patches: dict[int, Options] = {}  # the last one made decides
 
 
 class Patch:
     """One wish for converted layers; PEFT is restored when the last one is removed.
 
-    Also a context manager.
+    Also a context manager. Where several are in force, the options of the last one made hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Options) -> None:
         if not _patches:
             variant, owner = peft_variants.DoraLinearVariant, peft_model.LoraModel
             _replace(variant, "init", staticmethod(_fast_init(variant.init)))
             _replace(owner, "_create_and_replace", _converting(owner._create_and_replace))
-        _patches.add(id(self))
+        _patches[id(self)] = wanted
 
     def remove(self) -> None:
         """Take the wish back. Models made meanwhile stay converted; twice is harmless."""
-        _patches.discard(id(self))
+        _patches.pop(id(self), None)
         while _undo and not _patches:
             owner, name, old = _undo.pop()
             setattr(owner, name, old)
@@ -81,18 +82,21 @@ def _converting(original: Callable[..., None]) -> Callable[..., None]:
         target: nn.Module,
         target_name: str,
         parent: nn.Module,
-        *args: Any,
+        current_key: str,
         **kwargs: Any,
     ) -> None:
-        original(self, lora_config, adapter_name, target, target_name, parent, *args, **kwargs)
+        original(
+            self, lora_config, adapter_name, target, target_name, parent, current_key, **kwargs
+        )
         made = getattr(parent, target_name)
-        if isinstance(made, peft_lora.Linear):
-            convert(made, just_made=True)
+        if isinstance(made, peft_lora.Linear) and _patches:
+            *_, wanted = _patches.values()
+            convert(made, current_key, wanted, just_made=True, again=False)
 
     return create_and_replace
 
 
-def patch_peft() -> Patch:
+def patch_peft(*, backend: str = "auto", dropout: str = "peft") -> Patch:
     """Make PEFT itself create converted layers, until the returned patch is removed.
 
     Besides saving the call of `accelerate`, this is quicker at creation: DoRA's init needs one
@@ -100,5 +104,12 @@ def patch_peft() -> Patch:
 
         with hirank.patch_peft():
             model = get_peft_model(base, LoraConfig(use_dora=True, ...))
+
+    Args:
+        backend, dropout: as in `accelerate`; but as layers are mostly made before they are moved,
+            "triton" where it cannot run is an error at the first call.
+
+    Raises:
+        HirankError: an option has no such value.
     """
-    return Patch()
+    return Patch(options(backend, dropout))

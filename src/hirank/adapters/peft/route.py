@@ -70,7 +70,7 @@ class Known:
 
     __slots__ = (
         "_active", "_hooks", "_modules", "_scales", "_training", "_weights",
-        "adapters", "base", "bias", "tier", "weight",
+        "adapters", "backend", "base", "bias", "tier", "weight",
     )  # fmt: skip
 
     def __init__(self, layer: Any, adapters: Callable[[Any, list[str]], list[Any]]) -> None:
@@ -80,6 +80,7 @@ class Known:
         self.weight, self.bias = self.base._parameters.get("weight"), None
         self._active = list(layer.active_adapters)
         self._training = layer.training
+        self.backend = layer._hirank_options.backend
         self.adapters = []
         if self.tier == "peft":
             return
@@ -139,8 +140,11 @@ def route(layer: Any) -> Route:
     for obstacle in (base_obstacle(layer), *(adapter_obstacle(layer, name) for name in names)):
         if obstacle:
             return Route("peft", obstacle)
+    dropped = [name for name in names if not isinstance(layer.lora_dropout[name], nn.Identity)]
+    dropout = "dropout in training" if layer.training and dropped else ""
     if len(names) > 1:
-        return Route("composed", f"{len(names)} active adapters")
-    if layer.training and not isinstance(layer.lora_dropout[names[0]], nn.Identity):
-        return Route("composed", "dropout in training")
+        several = f"{len(names)} active adapters"
+        return Route("composed", f"{several}, {dropout}" if dropout else several)
+    if dropout:
+        return Route("composed", dropout)
     return Route("owned", "one adapter, whole linear")

@@ -1,0 +1,112 @@
+"""What is wrong with a layer or its input, in one sentence that names the layer.
+
+Nothing here runs while all is well: shapes are looked at when a layer meets new weights, values
+when it is converted, and the input only after a call has failed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hirank.adapters.peft.route import adapter_obstacle, base_obstacle, plain_tensor
+from hirank.errors import HirankError
+from hirank.kernels._backend import check_backend
+
+__all__ = ["check_adapters", "check_backend_of", "check_shapes", "fault_of_call"]
+
+
+def check_shapes(name: str, layer: Any, adapters: list[str]) -> None:
+    """Raises HirankError: A, B or magnitude of an adapter do not fit the base weight."""
+    n, k = layer.base_layer.weight.shape
+    for adapter in adapters:
+        A, B = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        if A.dim() != 2 or A.shape[1] != k or tuple(B.shape) != (n, A.shape[0]):
+            raise HirankError(
+                f"{name} has a weight {n}x{k} and adapter {adapter!r} with A {_text(A)} and "
+                f"B {_text(B)}: A must be [R, {k}] and B [{n}, R] of one rank R."
+            )
+        magnitude = _magnitude(layer, adapter)
+        if magnitude is not None and tuple(magnitude.shape) != (n,):
+            raise HirankError(
+                f"{name} has {n} rows and adapter {adapter!r} a magnitude {_text(magnitude)}: "
+                "it must have one entry for each row."
+            )
+
+
+def _text(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "()"
+
+
+def _magnitude(layer: Any, adapter: str) -> Tensor | None:
+    if adapter not in layer.lora_magnitude_vector:
+        return None
+    magnitude: Tensor = layer.lora_magnitude_vector[adapter].weight
+    return magnitude
+
+
+def check_adapters(name: str, layer: Any) -> None:
+    """Raises HirankError: an adapter that hirank is to compute does not fit or is not finite."""
+    if base_obstacle(layer) is not None:
+        return
+    names = [a for a in layer.lora_A if adapter_obstacle(layer, a) is None]
+    check_shapes(name, layer, names)
+    for adapter in names:
+        _check_values(name, layer, adapter)
+
+
+@torch.no_grad()
+def _check_values(name: str, layer: Any, adapter: str) -> None:
+    """Raises HirankError: A, B or magnitude hold NaN or infinity, and so would the gain."""
+    parts = {
+        "lora_A": layer.lora_A[adapter].weight,
+        "lora_B": layer.lora_B[adapter].weight,
+        "lora_magnitude_vector": _magnitude(layer, adapter),
+    }
+    for part, weight in parts.items():
+        if weight is None or weight.is_meta or not plain_tensor(weight):
+            continue
+        if not torch.isfinite(weight).all():
+            raise HirankError(
+                f"{name} has NaN or infinity in {part} of adapter {adapter!r}: load a checkpoint "
+                "from before the training diverged."
+            )
+
+
+def check_backend_of(name: str, layer: Any, backend: str) -> None:
+    """Raises HirankError: Triton was asked for and cannot run where the layer lies."""
+    device = layer.base_layer.weight.device
+    if device.type == "meta":
+        return  # it will lie elsewhere
+    try:
+        check_backend(backend, device)
+    except ValueError as error:
+        raise HirankError(f"{name}: {error}") from None
+
+
+def fault_of_call(layer: Any, x: Any) -> HirankError | None:
+    """Why a call of a converted layer with `x` failed, if it is the input or the weights."""
+    if not isinstance(x, Tensor) or type(layer.base_layer) is not nn.Linear:
+        return None
+    name, weight = layer._hirank_options.name, layer.base_layer.weight
+    for adapter in [a for a in layer.active_adapters if a in layer.lora_A]:
+        where = layer.lora_A[adapter].weight.device
+        if where != weight.device:
+            return HirankError(
+                f"{name} has its weight on {weight.device} and adapter {adapter!r} on {where}: "
+                "move one of them."
+            )
+    if x.device != weight.device:
+        return HirankError(
+            f"{name} got x on {x.device} and has its weight on {weight.device}: move one of them."
+        )
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        return HirankError(
+            f"{name} got x of shape {list(x.shape)}: the last dimension must be {weight.shape[1]}."
+        )
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        return HirankError(
+            f"{name} got x in {x.dtype} and has its weight in {weight.dtype}: cast one of them, or "
+            "run under autocast."
+        )
+    return None
