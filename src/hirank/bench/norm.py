@@ -1,4 +1,7 @@
-"""Suite `norm`: the row norm of W + s B A by hirank, by an identity matrix, by the product B A.
+"""Suite `norm`: the row norm of W + s B A by hirank, and by every other way there is.
+
+`identity` is PEFT's: an identity matrix through A and B. `dense` forms B A. `factored` is the plain
+PyTorch form that never does, in fp32 and with ||W||^2 kept: what `hirank` itself runs on a CPU.
 
 `rate` is what a way does of the FLOPs 2 N K R that any way needs at least, each second; the arm
 `matmul` is a plain matrix product of the same FLOPs, measured in the same turns, as the yardstick.
@@ -19,11 +22,11 @@ from hirank.bench.session import Result, Session, results
 from hirank.bench.settings import Norm
 from hirank.bench.shapes import linears
 from hirank.bench.timing import Sample, calls
-from hirank.kernels.dora_norm import dora_norm, row_square_sum
+from hirank.kernels.dora_norm import dora_norm, dora_norm_ref, row_square_sum
 
 __all__ = ["ARMS", "run"]
 
-ARMS = ("matmul", "identity", "dense", "hirank", "hirank-base-kept")
+ARMS = ("matmul", "identity", "dense", "factored", "hirank")
 _SCALE = 2.0
 
 
@@ -72,8 +75,8 @@ def _ways(weight: Tensor, A: Tensor, B: Tensor) -> dict[str, Callable[[], Tensor
         "matmul": lambda: B @ A,
         "identity": lambda: _identity(weight, A, B),
         "dense": lambda: torch.linalg.vector_norm(weight + _SCALE * (B @ A), dim=1),
+        "factored": lambda: dora_norm_ref(weight, A, B, _SCALE, base_sq),
         "hirank": lambda: dora_norm(weight, A, B, scale=_SCALE),
-        "hirank-base-kept": lambda: dora_norm(weight, A, B, scale=_SCALE, base_sq=base_sq),
     }
 
 

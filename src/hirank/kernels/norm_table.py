@@ -122,6 +122,7 @@ def _pack_kernel(
 def _operand(scratch, pointers, sizes, layer, i, TYPE: tl.constexpr):
     packed = tl.load(sizes + layer * 10 + 7 + i).to(tl.int64)
     address = tl.load(pointers + layer * 6 + 4 + i) + packed * scratch.to(tl.int64)
+    address = tl.where(address == 0, pointers.to(tl.int64), address)  # empty: any that is valid
     return address.to(tl.pointer_type(TYPE))
 
 
@@ -171,13 +172,16 @@ def _squares_kernel(
             )
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k, o_r = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
+    # without ranks one step past all edges, so that the order of the sums is that of other layers
+    first = tl.where(ranks == 0, 1 << 24, 0)
+    last = first + tl.maximum(ranks, 1)
     b_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
     end = tl.where(kept, 0, tl.minimum((i_k + 1) * SPLIT_K, K))
     for k in tl.range(
         i_k * SPLIT_K, end, BLOCK_K, flatten=FLAT, warp_specialize=SPECIALIZED
     ):  # fmt: skip
         b_dot = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-        for r in range(0, ranks, BLOCK_R):
+        for r in range(first, last, BLOCK_R):
             if DESCRIPTORS:
                 b_B = d_B.load([i_n * BLOCK_N, r])
                 b_A = d_A.load([r, k])
