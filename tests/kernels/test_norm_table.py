@@ -136,7 +136,21 @@ def test_cancelling_rows_lose_nothing(mix):
     A, B = (cast(t, mix[0]).double() for t in (entry.lora_A, entry.lora_B))
     entry.weight[::3] = ((-entry.scale * (1 + 2.0**-9) * B @ A)[::3]).to(mix[0])
     make_table([entry], mix[0])
-    torch.testing.assert_close(entry.norm.double(), exact_norm(entry, mix[0]), rtol=5e-5, atol=0)
+    torch.testing.assert_close(entry.norm.double(), exact_norm(entry, mix[0]), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_d10_where_the_factored_sums_are_ten_per_cent_off(dtype):
+    draw = torch.Generator().manual_seed(0)
+    A = torch.randn(16, 1024, generator=draw, dtype=torch.float64).to(DEVICE, dtype)
+    B = torch.randn(256, 16, generator=draw, dtype=torch.float64).to(DEVICE, dtype)
+    noise = torch.randn(256, 1024, generator=draw, dtype=torch.float64).to(DEVICE)
+    for weight, tight in ((1e-3 * noise - 2 * B.double() @ A.double(), 1e-3), (noise, 1e-5)):
+        entry = NormEntry(weight.bfloat16().to(dtype), A, B, 2.0, torch.empty(256, device=DEVICE))
+        make_table([entry], dtype)
+        torch.testing.assert_close(
+            entry.norm.double(), exact_norm(entry, dtype), rtol=tight, atol=0
+        )
 
 
 @pytest.mark.parametrize("mix", [MIXES[0], MIXES[2], MIXES[4]], ids=str)
@@ -271,7 +285,7 @@ def test_a_refresh_never_waits_and_keeps_to_its_memory():
     """Not even where the caller names layers for the first time."""
     entries = make_entries(MIXES[3], GPU_SIZES[:3] * 4)
     made = make_table(entries, torch.bfloat16)
-    torch.use_deterministic_algorithms(False)  # which fills fresh memory, and so needs time, not it
+    torch.use_deterministic_algorithms(False)  # it fills fresh memory, which a user's run does not
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -29,7 +29,7 @@ from hirank.kernels import _tuning_store
 from hirank.kernels._triton import HAS_TRITON, interpreting, triton
 from hirank.kernels._tuning_store import Block
 
-__all__ = ["NORM", "Elementwise", "Family", "Norm"]
+__all__ = ["Elementwise", "Family"]
 __all__ += ["TABLE", "UNKNOWN", "Tiles", "family_of", "forget", "override", "pays"]
 __all__ += ["tabled", "tier", "tiles"]
 
@@ -296,19 +296,3 @@ def _tuned(found: Tiles, saved: _tuning_store.Saved) -> Tiles:
 @functools.cache
 def _say_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=4)
-
-
-@dataclass(frozen=True)
-class Norm:
-    """Tile of the norm: rows of W a program owns, columns and ranks it takes at a time."""
-
-    block_n: int
-    block_k: int
-    block_r: int
-    split_k: int
-    """Columns of W a program takes in all, a multiple of block_k."""
-    num_warps: int
-    num_stages: int
-
-
-NORM = Norm(block_n=64, block_k=128, block_r=32, split_k=512, num_warps=4, num_stages=3)
