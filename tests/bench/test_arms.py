@@ -69,6 +69,12 @@ def test_saved_bytes_leave_out_what_is_owned():
     assert saved_bytes(lambda: (x @ w).exp(), [w]) == (5 * 4 + 5 * 3) * 4
 
 
+def test_a_graph_that_was_dropped_keeps_nothing():
+    x, w = torch.randn(5, 3), torch.randn(3, 4, requires_grad=True)
+    assert saved_bytes(lambda: (x @ w) / (x @ w).exp().detach(), [x, w]) == 5 * 4 * 4  # the divisor
+    assert saved_bytes(lambda: x @ w, [w]) == 5 * 3 * 4
+
+
 def test_a_storage_counts_once():
     x = torch.zeros(6)
     assert size([x, x[:2], x.view(2, 3)]) == 24

@@ -103,7 +103,7 @@ def _facts(model: nn.Module, x: Tensor, dy: Tensor, device: torch.device) -> dic
     """Bytes kept for the backward besides weights and the input; what a GPU does in one call."""
     owned = [*model.parameters(), x]
     saved = saved_bytes(lambda: _forward(model, x, device), owned)
-    facts = {"saved_bytes": saved} | profiled(lambda: _both(model, x, dy, device), device)
+    facts = {"kept_bytes": saved} | profiled(lambda: _both(model, x, dy, device), device)
     for parameter in arms_.trainable(model).values():
         parameter.grad = None
     return facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -19,24 +20,34 @@ def size(tensors: Iterable[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def saved_bytes(forward: Callable[[], Tensor], owned: Iterable[Tensor]) -> int:
-    """Bytes that autograd keeps after `forward()`, without what `owned` keeps anyway.
+class _Held:
+    """What a graph keeps in place of a tensor, so that one can see when the graph lets go."""
 
-    A storage counts once and whole, even if a view of it is what was saved.
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # an output that saved itself would never be freed
+
+
+def saved_bytes(forward: Callable[[], Tensor], owned: Iterable[Tensor]) -> int:
+    """Bytes that autograd still keeps after `forward()`, without what `owned` keeps anyway.
+
+    A storage counts once and whole, even if a view of it is what was saved. A graph that was
+    dropped on the way (a norm that is detached) keeps nothing.
     """
     ours = {tensor.untyped_storage().data_ptr() for tensor in owned}
-    kept: list[Tensor] = []
+    seen: list[weakref.ref[_Held]] = []
 
-    def pack(tensor: Tensor) -> Tensor:
-        held = tensor.detach()  # an output that saved itself would never be freed
-        if tensor.untyped_storage().data_ptr() not in ours:
-            kept.append(held)
+    def pack(tensor: Tensor) -> _Held:
+        held = _Held(tensor)
+        seen.append(weakref.ref(held))
         return held
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, lambda held: held.tensor):
         result = forward()
+    alive = [held.tensor for ref in seen if (held := ref()) is not None]
     del result
-    return size(kept)
+    return size(one for one in alive if one.untyped_storage().data_ptr() not in ours)
 
 
 def cache_bytes(model: nn.Module) -> int:

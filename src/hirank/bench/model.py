@@ -29,7 +29,7 @@ from hirank.bench.timing import Marks, Sample, synchronize
 __all__ = ["ARMS", "judged", "run"]
 
 ARMS = arms_.ARMS
-_GATE_TOKENS = 64
+_GATE_TOKENS = 256  # fewer would leave more to chance
 _LR = 1e-6  # the work of a step does not depend on it; small, so that no arm runs away
 
 
@@ -126,7 +126,7 @@ def run(settings: Model, session: Session) -> list[Result]:
         base, _ids(settings, base)[0], session, rank=settings.rank, dropout=settings.dropout
     )
     arms = _arms(settings, session, models)
-    more = {name: {"saved_bytes": count} for name, count in _saved(arms, settings).items()}
+    more = {name: {"kept_bytes": count} for name, count in _saved(arms, settings).items()}
     if settings.checkpointing:
         for model in models.values():
             checkpoint_blocks(model)

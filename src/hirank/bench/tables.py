@@ -75,7 +75,7 @@ COLUMNS = (
     Column("TFLOP/s", "rate.p50", _scaled(1e12)),
     Column("GB/s", "bytes_per_s.p50", _scaled(1e9)),
     Column("peak GB", "peak_bytes", _scaled(1e9)),
-    Column("saved MB", "saved_bytes", _scaled(1e6)),
+    Column("saved MB", "kept_bytes", _scaled(1e6)),
     Column("working MB", "working_bytes", _scaled(1e6)),
     Column("norms per layer", "norms_per_layer", _number),
     Column("does not fit", "out_of_memory", lambda value: "out of memory" if value else ""),
