@@ -22,10 +22,22 @@ ALLOWED: dict[str, set[str]] = {
     "train": {"adapters", "optim", "plan", "audit"},
     "serve": {"adapters", "kernels"},
     "bench": {"kernels", "adapters"},
-    "cli": {"__init__", "kernels", "adapters", "optim", "plan", "audit", "train", "serve", "bench"},
+    "doctor": {"adapters", "train"},
+    "cli": {
+        "__init__",
+        "kernels",
+        "adapters",
+        "optim",
+        "plan",
+        "audit",
+        "train",
+        "serve",
+        "bench",
+        "doctor",
+    },
     "__main__": {"cli"},
     # The public API gathers the fused layers; what needs an extra is imported by its own name.
-    "__init__": {"adapters"},
+    "__init__": {"adapters", "doctor"},
 }
 OPEN_TO_ALL = {"errors", "__version__"}
 
@@ -76,7 +88,7 @@ def test_the_check_itself(tmp_path: Path, file: str, code: str, caught: str | No
     ("statement", "unwanted"),
     [
         ("import hirank", HEAVY + LIBRARIES),
-        ("from hirank import accelerate, explain, patch_peft, restore", HEAVY),
+        ("from hirank import accelerate, diagnose, explain, patch_peft, restore", HEAVY),
         ("import hirank.bench.options, hirank.bench.tables", HEAVY + LIBRARIES),
         ("import hirank.bench.model, hirank.bench.inference", (*HEAVY, "rich", "typer")),
     ],

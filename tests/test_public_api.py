@@ -10,7 +10,8 @@ from pathlib import Path
 import hirank
 
 ROOT = Path(__file__).resolve().parent.parent
-TOP_LEVEL = {"HirankError", "__version__", "accelerate", "explain", "patch_peft", "restore"}
+TOP_LEVEL = {"HirankError", "__version__", "accelerate", "diagnose", "explain", "patch_peft"}
+TOP_LEVEL |= {"restore"}
 
 
 def load_script():

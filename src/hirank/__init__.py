@@ -6,6 +6,7 @@ Public names:
     restore(model)      undo it
     explain(model)      which way each layer takes, and why
     patch_peft()        make PEFT create converted layers from now on
+    diagnose(model)     traps that a training is about to fall into
     HirankError         bad input, told in one sentence
 """
 
@@ -15,9 +16,18 @@ from hirank.errors import HirankError
 
 if TYPE_CHECKING:
     from hirank.adapters.peft import accelerate, explain, patch_peft, restore
+    from hirank.doctor import diagnose
 
 __version__ = "0.1.0"
-__all__ = ["HirankError", "__version__", "accelerate", "explain", "patch_peft", "restore"]
+__all__ = [
+    "HirankError",
+    "__version__",
+    "accelerate",
+    "diagnose",
+    "explain",
+    "patch_peft",
+    "restore",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +36,8 @@ def __getattr__(name: str) -> Any:
         from hirank.adapters import peft
 
         return getattr(peft, name)
+    if name == "diagnose":
+        from hirank.doctor import diagnose
+
+        return diagnose
     raise AttributeError(f"module 'hirank' has no attribute {name!r}")

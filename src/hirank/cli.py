@@ -1,6 +1,7 @@
 """The command line: parse, build a configuration, call one function, print.
 
-Exit codes: 0 done, 2 bad input (one sentence), 130 interrupted, 1 anything else.
+Exit codes: 0 done, 2 bad input (one sentence), 130 interrupted, 1 anything else; for `doctor`
+0 nothing found, 1 something found.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from hirank.train.loop import RunResult
     from hirank.train.summary import Sample
 
-__all__ = ["app", "chat", "main", "told", "train", "version"]
+__all__ = ["app", "chat", "doctor", "main", "told", "train", "version"]
 
 app = typer.Typer(
     add_completion=False,
@@ -30,7 +31,7 @@ app = typer.Typer(
     help="Train large models at high quality in little memory.",
 )
 
-BAD_INPUT, INTERRUPTED = 2, 130
+FOUND, BAD_INPUT, INTERRUPTED = 1, 2, 130
 Args = ParamSpec("Args")
 
 
@@ -197,6 +198,35 @@ def chat(
             converse(loaded, console)
         else:
             print(loaded.answer(prompt))
+
+
+@app.command()
+@told
+def doctor(
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG_OR_ADAPTER", help="A training's YAML file, or an adapter."),
+    ],
+    base: Annotated[
+        str | None, typer.Option(help="The adapter's base model, if it is not where it says.")
+    ] = None,
+    set_: Set = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Name the traps a training is about to fall into; exit code 1 if there are any."""
+    import json
+
+    from rich.console import Console
+
+    from hirank.doctor.command import open_and_examine
+    from hirank.train.quiet import quiet
+
+    with quiet(Console(stderr=True)):
+        report = open_and_examine(target, base=base, overrides=set_ or (), world_size=world_size)
+    print(json.dumps(report.as_dict(), indent=2) if json_ else report)
+    if report:
+        raise typer.Exit(FOUND)
 
 
 mount_bench(app)
