@@ -22,6 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "train": {"adapters", "optim", "plan", "audit"},
     "serve": {"adapters", "kernels"},
     "bench": {"kernels", "adapters"},
+    # It uses what any user may; the public API and nothing below it.
+    "launch": {"__init__"},
     "doctor": {"adapters", "train"},
     "cli": {
         "__init__",
@@ -34,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         "serve",
         "bench",
         "doctor",
+        "launch",
     },
     "__main__": {"cli"},
     # The public API gathers the fused layers; what needs an extra is imported by its own name.
@@ -90,6 +93,7 @@ def test_the_check_itself(tmp_path: Path, file: str, code: str, caught: str | No
         ("import hirank", HEAVY + LIBRARIES),
         ("from hirank import accelerate, diagnose, explain, patch_peft, restore", HEAVY),
         ("import hirank.bench.options, hirank.bench.tables", HEAVY + LIBRARIES),
+        ("import hirank.launch.process", (*HEAVY, *LIBRARIES, "rich", "typer")),
         ("import hirank.bench.model, hirank.bench.inference", (*HEAVY, "rich", "typer")),
     ],
 )

@@ -93,3 +93,11 @@ def test_the_command_line_may_print(tmp_path: Path):
     file = tmp_path / "cli.py"
     file.write_text("print(1)")
     assert list(load("house_rules").breaches(file)) == []
+
+
+def test_only_the_launcher_hands_the_environment_on(tmp_path: Path):
+    for name, count in (("launch/process.py", 0), ("launch/child.py", 1), ("train/process.py", 1)):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("import os\nx = os.environ")
+        assert len(list(load("house_rules").breaches(file))) == count, name

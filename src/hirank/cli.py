@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hirank.train.loop import RunResult
     from hirank.train.summary import Sample
 
-__all__ = ["app", "chat", "doctor", "main", "told", "train", "version"]
+__all__ = ["app", "chat", "doctor", "main", "run", "told", "train", "version"]
 
 app = typer.Typer(
     add_completion=False,
@@ -230,6 +230,39 @@ def doctor(
 
 
 mount_bench(app)
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    options_metavar="[OPTIONS] --",
+)
+@told
+def run(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="COMMAND...", help="A trainer that uses PEFT, as you start it."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Name every adapted layer.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what was converted as JSON.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="Who computes: auto, triton or torch.")] = "auto",
+    dropout: Annotated[
+        str, typer.Option(help="What dropout means with DoRA: peft or single-gemm.")
+    ] = "peft",
+) -> None:
+    """Run COMMAND with hirank's layers in place of PEFT's."""
+    from hirank.launch.process import run as run_command
+
+    code = run_command(
+        command or [],
+        say=lambda line: print(line, file=sys.stderr),
+        report=report,
+        verbose=verbose,
+        backend=backend,
+        dropout=dropout,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()
