@@ -109,15 +109,15 @@ def test_a_measured_gpu(pretend):
     pretend(H200)
     found = tiles(GPU)
     row = _tuning.TABLE["nvidia", "hopper"]
-    assert found.gain_forward == _tuning.Elementwise(*row.gain_forward, 132 * 8)
-    assert found.gain_backward == _tuning.Elementwise(*row.gain_backward, 132 * 8)
+    assert found.gain_forward == _tuning.Elementwise(*row.gain_forward, 132 * row.programs)
+    assert found.gain_backward == _tuning.Elementwise(*row.gain_backward, 132 * row.programs)
     assert tier(2**24, GPU, True) == ("fused training", "tiles measured on NVIDIA H200")
     assert tier(2**24, GPU, False)[0] == "fused inference"
 
 
 def test_programs_follow_the_number_of_multiprocessors(pretend):
     pretend(H200 | {"multi_processor_count": 114})
-    assert tiles(GPU).gain_backward.programs == 114 * 8
+    assert tiles(GPU).gain_backward.programs == 114 * _tuning.TABLE["nvidia", "hopper"].programs
 
 
 def test_an_unknown_gpu_gets_the_default_and_says_so(pretend):

@@ -31,6 +31,7 @@ __all__ = [
     "tl",
     "tl_type",
     "triton",
+    "use_workspace",
 ]
 
 INTERPRETING = HAS_TRITON and bool(triton.knobs.runtime.interpret)
@@ -63,6 +64,19 @@ def direct(tensor: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
     )
+
+
+def _workspace(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def use_workspace() -> None:
+    """Let launches of this thread keep their tensor descriptors in PyTorch's memory.
+
+    Triton knows one allocator a thread, and a backward pass has a thread of its own.
+    """
+    if not INTERPRETING:
+        triton.set_allocator(_workspace)
 
 
 class Launcher:

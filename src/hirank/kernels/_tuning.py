@@ -29,7 +29,7 @@ from hirank.kernels import _tuning_store
 from hirank.kernels._triton import HAS_TRITON, interpreting, triton
 from hirank.kernels._tuning_store import Block
 
-__all__ = ["Elementwise", "Family"]
+__all__ = ["Elementwise", "Family", "Joined"]
 __all__ += ["TABLE", "UNKNOWN", "Tiles", "family_of", "forget", "override", "pays"]
 __all__ += ["tabled", "tier", "tiles"]
 
@@ -52,6 +52,20 @@ class Elementwise:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """Tile of `joined_gemm`, one program for each multiprocessor."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    least: int
+    """Tiles that the result must have; with fewer, cuBLAS's GEMMs are faster."""
+
+
+@dataclass(frozen=True)
 class Tiles:
     """All that is to be known about a device before a kernel is launched on it."""
 
@@ -67,6 +81,8 @@ class Tiles:
     """Where the tiles are from, in words: "tiles measured on NVIDIA H200"."""
     crossover_source: str
     """Where the crossovers are from: "measured on NVIDIA H200"."""
+    joined: tuple[Joined, ...] = ()
+    """Tiles of `joined_gemm`, the first that fits is taken; none: two GEMMs and a pass."""
     obstacle: str | None = None
     """Why no Triton kernel runs on this device at all; None if they do."""
 
@@ -88,6 +104,9 @@ class Family(NamedTuple):
     """The same of the crossovers."""
     why: str
     """One sentence: the reason for these numbers."""
+    joined: tuple[tuple[int, int, int, int, int, int], ...] = ()
+    """Tiles of `joined_gemm`: rows, columns, depth, warps, stages, and how many tiles for each
+    multiprocessor the result must have."""
 
 
 UNKNOWN = Family(
@@ -108,17 +127,19 @@ UNKNOWN = Family(
 TABLE: dict[tuple[str, str], Family] = {
     ("nvidia", "hopper"): Family(
         gain_forward=Block(16, 512, 8),
-        gain_backward=Block(128, 64, 4),
+        gain_backward=Block(32, 128, 8),
         compose_forward=Block(16, 512, 8),
-        compose_backward=Block(32, 64, 4),
-        programs=8,
+        compose_backward=Block(32, 128, 8),
+        programs=4,
         min_training=0,
         min_inference=0,
         tiles_from="NVIDIA H200",
         crossovers_from="NVIDIA H200",
         why="Gain tiles: best of 40 at 4096 rows and 1024, 4096 and 12288 columns with Triton 3.6; "
         "compose moves memory the same way. Launches dominate small sizes, and the kernels need "
-        "fewer of them than the formula, so they pay from the first element.",
+        "fewer of them than the formula, so they pay from the first element. Joined GEMM: best of "
+        "6 at 4096 rows (benchmarks/trials); with less than two waves the small tile wins.",
+        joined=((128, 256, 64, 8, 3, 2), (128, 128, 64, 4, 5, 1)),
     ),
 }
 
@@ -269,6 +290,10 @@ def _plain(row: Family, processors: int) -> Tiles:
         compose_backward=Elementwise(*row.compose_backward, programs),
         min_training=row.min_training,
         min_inference=row.min_inference,
+        joined=tuple(
+            Joined(*tile, programs=processors, least=waves * processors)
+            for *tile, waves in row.joined
+        ),
         source=f"tiles measured on {row.tiles_from}" if row.tiles_from else "default tiles",
         crossover_source=(
             f"measured on {row.crossovers_from}" if row.crossovers_from else "a default, unmeasured"

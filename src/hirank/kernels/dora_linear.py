@@ -7,13 +7,14 @@ LoRA is the same without g. Written out, with v = x W^T + s (x A^T) B^T:
     forward     h  = s x A^T                        scaled inside the GEMM
                 u  = x W^T + b, then += h B^T       added inside the GEMM
                 y  = g u + (1 - g) b                one pass, see `gain_pass`
+            or  y  = g (x W^T + h B^T) + b          one GEMM, see `joined_gemm`
     backward    t  = g dy,  dm = colsum(dy v)/norm  one pass, see `gain_pass`
                 tB = s t B
-                dx = t W, then += tB A              added inside the GEMM
+                dx = t W, then += tB A              added inside the GEMM, or one GEMM
                 dA = tB^T x,  dB = t^T h,  db = colsum(dy)
 
-No product needs a pass of its own. dm is read off the
-output, which the layer above mostly keeps anyway: nothing out-sized is saved but y.
+No product needs a pass of its own. dm is read off the output, which the layer above mostly keeps
+anyway: nothing out-sized is saved but y.
 
 Shapes     x [M, K]; weight [N, K]; lora_A [R, K]; lora_B [N, R]; magnitude, norm, bias [N];
            h [M, R]; tB [M, R]; y [M, N].   M tokens, K in features, N out features, R rank.
@@ -33,7 +34,7 @@ from torch.nn import functional as F
 
 from hirank.kernels._operands import operands
 from hirank.kernels._products import product
-from hirank.kernels._tuning import pays, tiles
+from hirank.kernels._tuning import Joined, pays, tiles
 from hirank.kernels.dora_decode import decodes, dora_decode
 from hirank.kernels.dora_norm import dora_gain
 from hirank.kernels.gain_pass import (
@@ -42,6 +43,7 @@ from hirank.kernels.gain_pass import (
     gain_forward_,
     gain_forward_ref_,
 )
+from hirank.kernels.joined_gemm import joined_gemm, joined_tile
 
 __all__ = ["BACKENDS", "DoraLinearGrads", "compute_dtype", "dora_linear"]
 __all__ += ["GainPass", "dora_linear_bwd_ref", "dora_linear_fwd_ref", "fitted", "owned_linear"]
@@ -60,14 +62,16 @@ class DoraLinearGrads(NamedTuple):
 
 
 class GainPass(NamedTuple):
-    """The elementwise pass of one backend: forward in place, backward."""
+    """How one backend brings in the gain: a pass forward in place, one backward."""
 
     forward_: Callable[..., Any]
     backward: Callable[..., Any]
+    tile: Callable[..., Joined | None]
+    """The tile with which one GEMM does both products and the forward pass; None: GEMMs apart."""
 
 
-REFERENCE = GainPass(gain_forward_ref_, gain_backward_ref)
-FUSED = GainPass(gain_forward_, gain_backward)  # Triton on CUDA, the reference elsewhere
+REFERENCE = GainPass(gain_forward_ref_, gain_backward_ref, lambda *operands, by_column: None)
+FUSED = GainPass(gain_forward_, gain_backward, joined_tile)  # where Triton runs, else as above
 
 
 def dora_linear_fwd_ref(
@@ -83,11 +87,21 @@ def dora_linear_fwd_ref(
 ) -> tuple[Tensor, Tensor]:
     """y [..., N] and h = s x A^T [M, R]. Without magnitude: plain LoRA."""
     A, B = operands(lora_A, lora_B, x.dtype)
+    rows = _rows(x)
+    h = _scaled_product(rows, A.t(), scale)
+    tile = gain_pass.tile(rows, weight, B, by_column=True)
+    if tile is not None:
+        y = x.new_empty(*x.shape[:-1], weight.shape[0])
+        joined_gemm(
+            tile, y, rows, weight, h, B,
+            by_column=True, magnitude=magnitude, norm=norm, bias=bias,
+        )  # fmt: skip
+        return y, h
     u = F.linear(x, weight, bias)
-    rows, h = u.view(-1, u.shape[-1]), _scaled_product(_rows(x), A.t(), scale)
-    rows.addmm_(h, B.t())
+    results = u.view(-1, u.shape[-1])
+    results.addmm_(h, B.t())
     if magnitude is not None and norm is not None:
-        gain_pass.forward_(rows, magnitude, norm, bias)
+        gain_pass.forward_(results, magnitude, norm, bias)
     return u, h
 
 
@@ -130,12 +144,23 @@ def dora_linear_bwd_ref(
     if need_x or need_A:
         tB = _scaled_product(t, B, scale)  # [M, R]
         if need_x:
-            dx = torch.mm(t, weight).addmm_(tB, A)
+            dx = _input_gradient(t, weight, tB, A, gain_pass)
         if need_A:
             dA = product(tB.t(), x, lora_A.dtype)
     dB = product(t.t(), h, lora_B.dtype) if need_B else None
     db = dy.sum(0) if need_b and bias is not None else None
     return DoraLinearGrads(dx, dA, dB, dm if need_m else None, db)
+
+
+def _input_gradient(
+    t: Tensor, weight: Tensor, tB: Tensor, A: Tensor, gain_pass: "GainPass"
+) -> Tensor:
+    """t W + tB A, [M, K]."""
+    tile = gain_pass.tile(t, weight, A, by_column=False)
+    if tile is None:
+        return torch.mm(t, weight).addmm_(tB, A)
+    out = t.new_empty(t.shape[0], weight.shape[1])
+    return joined_gemm(tile, out, t, weight, tB, A, by_column=False)
 
 
 def _plain(

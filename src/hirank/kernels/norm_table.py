@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hirank.kernels._norm_layout import CHUNK, PACK, ROOT, NormEntry, lay_out, lies_even
 from hirank.kernels._norm_tuning import norm_tile
-from hirank.kernels._triton import dot_type, jit, tl, tl_type, triton
+from hirank.kernels._triton import dot_type, jit, tl, tl_type, use_workspace
 
 __all__ = ["NormEntry", "NormTable"]
 
@@ -344,14 +343,9 @@ class NormTable:
         if self._device.type != "cuda":
             yield
             return
-        triton.set_allocator(_workspace)  # kept by thread, and a backward pass has its own
+        use_workspace()
         with torch.cuda.device(self._device):
             yield
-
-
-def _workspace(size: int, alignment: int, stream: int | None) -> Any:
-    """Where a launch keeps its tensor descriptors."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _aligned(tensor: Tensor) -> bool:
