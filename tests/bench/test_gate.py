@@ -147,6 +147,13 @@ def test_no_further_from_the_truth_than_the_judge(ours, judges, agrees):
     assert found.agrees is agrees
 
 
+def test_few_rows_leave_more_to_chance():
+    ours, judges = {"outputs": 0.075}, {"outputs": 0.06}
+    assert not check("peft-dora", ours, judges, torch.bfloat16, rows=256).agrees
+    assert check("peft-dora", ours, judges, torch.bfloat16, rows=8).agrees
+    assert not check("peft-dora", {"outputs": 0.08}, judges, torch.bfloat16, rows=8).agrees
+
+
 def test_each_kind_of_gradient_counts():
     near = {"outputs": 0.01, "gradients": 0.02, "lora_magnitude_vector": 0.03}
     assert check("peft-dora", near, near, torch.bfloat16).agrees

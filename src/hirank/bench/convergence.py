@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hirank.adapters.peft import accelerate
+from hirank.adapters.peft import accelerate, explain
 from hirank.bench import arms as arms_
 from hirank.bench.session import Result, Session
 from hirank.bench.settings import Convergence
@@ -80,7 +80,12 @@ def run(settings: Convergence, session: Session) -> list[Result]:
             session.say(f"step {step + 1}: {latest}")
     losses = {name: torch.stack(found).tolist() for name, found in kept.items()}
     final = {name: one.evaluate(held_out) for name, one in runs.items()}
-    return [Result(name, _metrics(name, losses, final)) for name in runs]
+    routes = {
+        name: {"route": explain(one.model).summary()}
+        for name, one in runs.items()
+        if name.startswith("hirank")
+    }
+    return [Result(n, _metrics(n, losses, final) | routes.get(n, {})) for n in runs]
 
 
 def _pretrained(base: nn.Module, batches: Sequence[Tensor], device: torch.device) -> nn.Module:

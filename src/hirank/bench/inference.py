@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hirank.bench import arms as arms_
 from hirank.bench.compat import kept_keys_and_values, static_cache
-from hirank.bench.model import judged
+from hirank.bench.gate import with_judges
 from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
 from hirank.bench.settings import Decode, Prefill
@@ -21,6 +21,8 @@ from hirank.errors import HirankError
 __all__ = ["ARMS", "run_decode", "run_prefill"]
 
 ARMS = arms_.ARMS
+_GATE_TOKENS = 256
+_GATE_WRITTEN = 8  # tokens written one by one, as the clock will see them
 
 
 def run_prefill(settings: Prefill, session: Session) -> list[Result]:
@@ -32,7 +34,11 @@ def run_prefill(settings: Prefill, session: Session) -> list[Result]:
 
         return calls(read, 1, session.device)
 
-    return _run(settings, session, settings.seq, settings.seq, step)
+    def probe(model: nn.Module, ids: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids=ids[:1, :_GATE_TOKENS], use_cache=False).logits
+        return logits
+
+    return _run(settings, session, settings.seq, settings.seq, step, probe)
 
 
 def run_decode(settings: Decode, session: Session) -> list[Result]:
@@ -41,18 +47,28 @@ def run_decode(settings: Decode, session: Session) -> list[Result]:
         raise HirankError(f"--cache got {settings.cache!r}: give dynamic or static.")
     static = settings.cache == "static"
 
-    def step(model: nn.Module, ids: Tensor) -> float:
+    def begin(model: nn.Module, ids: Tensor) -> tuple[Any, dict[str, Any]]:
         room = static_cache(model, settings.prompt + settings.new) if static else {}
         out = model(input_ids=ids, logits_to_keep=1, use_cache=True, **room)
-        state = {"token": out.logits[:, -1:].argmax(-1), "kept": room or kept_keys_and_values(out)}
+        return out, room or kept_keys_and_values(out)
+
+    def step(model: nn.Module, ids: Tensor) -> float:
+        out, kept = begin(model, ids)
+        state = {"token": out.logits[:, -1:].argmax(-1)}
 
         def write() -> None:
-            out = model(input_ids=state["token"], **state["kept"], use_cache=True)
+            out = model(input_ids=state["token"], **kept, use_cache=True)
             state["token"] = out.logits[:, -1:].argmax(-1)
 
         return calls(write, settings.new, session.device) * settings.new
 
-    return _run(settings, session, settings.prompt, settings.new, step)
+    def probe(model: nn.Module, ids: Tensor) -> Tensor:
+        _, kept = begin(model, ids)
+        forced = ids[:, : min(_GATE_WRITTEN, settings.new)]  # the same in every arm
+        columns = [forced[:, [i]] for i in range(forced.shape[1])]
+        return torch.cat([model(input_ids=one, **kept, use_cache=True).logits for one in columns])
+
+    return _run(settings, session, settings.prompt, settings.new, step, probe)
 
 
 def _run(
@@ -61,11 +77,16 @@ def _run(
     prompt: int,
     tokens: int,
     seconds: Callable[[nn.Module, Tensor], float],
+    logits: Callable[[nn.Module, Tensor], Tensor],
 ) -> list[Result]:
-    base = session.base(settings.model)
+    base, names = session.base(settings.model), session.chosen(ARMS)
     ids = _prompt(base, settings.batch, prompt, session.device)
-    models, agreements = judged(base, ids, session, rank=settings.rank)
+    models = arms_.build(base, with_judges(names), rank=settings.rank)
     precision = _precision(models, settings.half, session.device)
+
+    def probe(model: nn.Module) -> Tensor:
+        with torch.inference_mode(), precision():
+            return logits(model.eval(), ids)
 
     def step_of(model: nn.Module) -> Callable[[], Sample]:
         def step() -> Sample:
@@ -75,7 +96,8 @@ def _run(
 
         return step
 
-    steps, samples = session.measure({name: step_of(model) for name, model in models.items()})
+    agreements = session.judge(base, models, probe)
+    steps, samples = session.measure({name: step_of(models[name]) for name in names})
     more = {name: profiled(step, session.device) for name, step in steps.items()}
     return results(samples, "wall_s", agreements=agreements, more=more)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hirank.bench import arms as arms_
-from hirank.bench.gate import agreement, with_judges
+from hirank.bench.gate import with_judges
 from hirank.bench.memory import saved_bytes
 from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
@@ -59,9 +59,7 @@ def _one_shape(n_in: int, n_out: int, settings: Layer, session: Session) -> list
     def probe(model: nn.Module) -> Tensor:
         return _both(model, x, dy, device)
 
-    agreements = agreement(base, models, probe, dtype)
-    for name, found in agreements.items():
-        session.say(f"{n_in}x{n_out} {name} {found}")
+    agreements = session.judge(base, models, probe, of=f"{n_in}x{n_out} ")
     steps = {name: _step(models[name], x, dy, settings, device) for name in names}
     _, samples = session.measure(steps)
     more = {name: _facts(models[name], x, dy, device) for name in samples}

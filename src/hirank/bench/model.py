@@ -19,14 +19,14 @@ from torch.nn import functional as F
 from hirank.adapters.peft import explain
 from hirank.bench import arms as arms_
 from hirank.bench.compat import checkpoint_blocks
-from hirank.bench.gate import Agreement, agreement, with_judges
+from hirank.bench.gate import with_judges
 from hirank.bench.memory import cache_bytes, saved_bytes, size, state_bytes
 from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
 from hirank.bench.settings import Model
 from hirank.bench.timing import Marks, Sample, synchronize
 
-__all__ = ["ARMS", "judged", "run"]
+__all__ = ["ARMS", "gate_probe", "run"]
 
 ARMS = arms_.ARMS
 _GATE_TOKENS = 256  # fewer would leave more to chance
@@ -122,9 +122,17 @@ def run(settings: Model, session: Session) -> list[Result]:
     """Hold the arms against the truth, then time them in turn, then count bytes and norms."""
     _require_next_token(settings)
     base = session.base(settings.model)
-    models, agreements = judged(
-        base, _ids(settings, base)[0], session, rank=settings.rank, dropout=settings.dropout
-    )
+    if session.device.type == "cuda":  # as much before each combination: all else was let go of
+        held = torch.cuda.memory_allocated(session.device)
+        session.say(f"{held / 1e9:.1f} GB are held before the arms are made")
+    names, ids = session.chosen(ARMS), _ids(settings, base)[0].to(session.device)
+    models = arms_.build(base, with_judges(names), rank=settings.rank, dropout=settings.dropout)
+
+    def probe(model: nn.Module) -> Tensor:
+        return gate_probe(model, ids, session.device)
+
+    agreements = session.judge(base, models, probe, dropout=settings.dropout)
+    models = {name: models[name] for name in names}
     arms = _arms(settings, session, models)
     more = {name: {"kept_bytes": count} for name, count in _saved(arms, settings).items()}
     if settings.checkpointing:
@@ -136,27 +144,6 @@ def run(settings: Model, session: Session) -> list[Result]:
         walls = sorted(sample["wall_s"] for sample in samples[name])
         more.setdefault(name, {}).update(_facts(arms, name, walls[len(walls) // 2]))
     return results(samples, "wall_s", agreements=agreements, more=more) + unfit
-
-
-def judged(
-    base: nn.Module, ids: Tensor, session: Session, *, rank: int, dropout: float = 0.0
-) -> tuple[dict[str, nn.Module], dict[str, Agreement]]:
-    """The arms that were asked for, and the verdict on each that has a judge; `ids` [batch, seq].
-
-    A judge that was not asked for is built for the verdict alone.
-    """
-    names = session.chosen(ARMS)
-    models = arms_.build(base, with_judges(names), rank=rank, dropout=dropout)
-    ids = ids.to(session.device)
-
-    def probe(model: nn.Module) -> Tensor:
-        return gate_probe(model, ids, session.device)
-
-    dtype = arms_.base_dtype(session.device)
-    agreements = agreement(base, models, probe, dtype, dropout=dropout)
-    for name, one in agreements.items():
-        session.say(f"{name} {one}")
-    return {name: models[name] for name in names}, agreements
 
 
 def _require_next_token(settings: Model) -> None:

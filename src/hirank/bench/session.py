@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hirank.bench.arms import load_base
-from hirank.bench.gate import Agreement, finite
+from hirank.bench.arms import base_dtype, load_base
+from hirank.bench.gate import Agreement, Probe, agreement, finite
 from hirank.bench.timing import Sample, interleaved, quantiles, ratios
 
 __all__ = ["Result", "Session", "results"]
@@ -57,6 +57,21 @@ class Session:
             self.say(f"loading {name} on {self.device}")
             self._bases[name] = load_base(name, self.device)
         return self._bases[name]
+
+    def judge(
+        self,
+        base: nn.Module,
+        arms: Mapping[str, nn.Module],
+        probe: Probe,
+        *,
+        dropout: float = 0.0,
+        of: str = "",
+    ) -> dict[str, Agreement]:
+        """The verdict on each arm that has a judge, said and returned; `of` says of what."""
+        found = agreement(base, arms, probe, base_dtype(self.device), dropout=dropout)
+        for name, one in found.items():
+            self.say(f"{of}{name} {one}")
+        return found
 
     def tidy(self) -> None:
         """Let go of the arms that were measured, before the next are built."""

@@ -138,6 +138,10 @@ class _NoAutocast(nn.Module):
         super().__init__()
         self.model = model
 
+    def get_base_model(self) -> nn.Module:
+        """The model itself, where PEFT's model has it."""
+        return self.model
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's; tensors of 16 bits among the arguments are widened."""
         wide = [_wide(a) for a in args], {name: _wide(a) for name, a in kwargs.items()}
