@@ -39,8 +39,8 @@ ALLOWED: dict[str, set[str]] = {
         "launch",
     },
     "__main__": {"cli"},
-    # The public API gathers the fused layers; what needs an extra is imported by its own name.
-    "__init__": {"adapters", "doctor"},
+    # The public API gathers layers and optimisers; what needs an extra is imported by its own name.
+    "__init__": {"adapters", "doctor", "optim"},
 }
 OPEN_TO_ALL = {"errors", "__version__"}
 
@@ -91,6 +91,7 @@ def test_the_check_itself(tmp_path: Path, file: str, code: str, caught: str | No
     ("statement", "unwanted"),
     [
         ("import hirank", HEAVY + LIBRARIES),
+        ("from hirank import GaLoreAdamW", (*HEAVY, "peft", "transformers")),
         ("from hirank import accelerate, diagnose, explain, patch_peft, restore", HEAVY),
         ("import hirank.bench.options, hirank.bench.tables", HEAVY + LIBRARIES),
         ("import hirank.launch.process", (*HEAVY, *LIBRARIES, "rich", "typer")),

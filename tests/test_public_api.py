@@ -11,7 +11,7 @@ import hirank
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"HirankError", "__version__", "accelerate", "diagnose", "explain", "patch_peft"}
-TOP_LEVEL |= {"restore"}
+TOP_LEVEL |= {"restore", "Apollo", "ApolloMini", "Fira", "GaLoreAdamW", "QGaLoreAdamW"}
 
 
 def load_script():

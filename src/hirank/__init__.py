@@ -6,6 +6,8 @@ Public names:
     restore(model)      undo it
     explain(model)      which way each layer takes, and why
     patch_peft()        make PEFT create converted layers from now on
+    GaLoreAdamW, QGaLoreAdamW, Fira, Apollo, ApolloMini
+                        train all weights with the optimiser's state in low rank
     diagnose(model)     traps that a training is about to fall into
     HirankError         bad input, told in one sentence
 """
@@ -17,10 +19,16 @@ from hirank.errors import HirankError
 if TYPE_CHECKING:
     from hirank.adapters.peft import accelerate, explain, patch_peft, restore
     from hirank.doctor import diagnose
+    from hirank.optim.presets import Apollo, ApolloMini, Fira, GaLoreAdamW, QGaLoreAdamW
 
 __version__ = "0.1.0"
 __all__ = [
+    "Apollo",
+    "ApolloMini",
+    "Fira",
+    "GaLoreAdamW",
     "HirankError",
+    "QGaLoreAdamW",
     "__version__",
     "accelerate",
     "diagnose",
@@ -31,11 +39,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import PEFT only when one of its functions is asked for: `import hirank` stays instant."""
+    """Import PEFT or torch only when something that needs it is asked for: this stays instant."""
     if name in ("accelerate", "explain", "patch_peft", "restore"):
         from hirank.adapters import peft
 
         return getattr(peft, name)
+    if name in ("Apollo", "ApolloMini", "Fira", "GaLoreAdamW", "QGaLoreAdamW"):
+        from hirank.optim import presets
+
+        return getattr(presets, name)
     if name == "diagnose":
         from hirank.doctor import diagnose
 

@@ -1,0 +1,153 @@
+"""Numbers in 8 and 4 bits, block by block, and rounding that is right on average.
+
+    affine    x ~ low + scale c       c in 0 .. 2^bits - 1, low = min and low + scale (2^bits - 1) =
+              max of the block: weights (8 bits) and bases (4 bits, two codes a byte)
+    power     x ~ absmax (c / top)^p  p = 2, signed, top = 127: a first moment
+                                      p = 4, unsigned, top = 255: a second moment
+
+There is no integer zero point. It would have to be clamped to the codes, which destroys a block of
+one sign ([1, 2] would come back as [1, 1]); `low` as a number cannot, and makes the step finer.
+
+The power maps are for Adam's moments, whose elements span orders of magnitude within a block: the
+smallest code is 1/127^2 (first moment) and 1/255^4 (second moment) of the largest, where a linear
+map would have 1/127 and 1/255. A positive second moment never becomes 0: the update divides by it.
+
+`noise`, uniform in [0, 1) and shaped like x, rounds up with the probability that makes the mean
+exact. Without it a value goes to the nearest code. Block extremes are codes, so nothing is clamped.
+
+Shapes     x any shape, read flat; codes [n] (int8, uint8) or [(n + 1) // 2] when packed;
+           scale, low, absmax [ceil(n / BLOCK)] fp32.
+Precision  arithmetic in fp32.
+Cost       8 bits affine 8.25 bits a number, 4 bits affine 4.25, power 8.125.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BLOCK",
+    "affine_bytes",
+    "dequantize_affine",
+    "dequantize_power",
+    "power_bytes",
+    "quantize_affine",
+    "quantize_power",
+    "round_to_bf16",
+]
+
+BLOCK = 256
+"""Numbers that share a scale."""
+
+
+def _blocks(flat: Tensor) -> Tensor:
+    """[n] -> [ceil(n / BLOCK), BLOCK] fp32; the last number fills the last block, so that a
+    block's minimum and maximum stay those of its own numbers."""
+    short = -flat.numel() % BLOCK
+    if short:
+        flat = torch.cat([flat, flat[-1:].expand(short)])
+    return flat.float().view(-1, BLOCK)
+
+
+# Affine: weights and bases.
+
+
+def quantize_affine(
+    x: Tensor, bits: int, noise: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (uint8; packed for 4 bits), scale and low of each block."""
+    flat, n = x.reshape(-1), x.numel()
+    blocks = _blocks(flat)
+    low, high = blocks.amin(1), blocks.amax(1)
+    scale = (high - low) / (2**bits - 1)
+    # Blocks of equal numbers have no step: every code is 0 there, and low says it all.
+    ticks = (blocks - low[:, None]) / torch.where(scale > 0, scale, 1)[:, None]
+    codes = _rounded(ticks.view(-1)[:n], noise).clamp_(0, 2**bits - 1).to(torch.uint8)
+    return (codes if bits == 8 else _packed(codes)), scale, low
+
+
+def _rounded(ticks: Tensor, noise: Tensor | None) -> Tensor:
+    if noise is None:
+        return ticks.round()
+    return (ticks + noise.view(-1)).floor_()
+
+
+def dequantize_affine(
+    codes: Tensor, scale: Tensor, low: Tensor, n: int, bits: int, dtype: torch.dtype
+) -> Tensor:
+    """[n] numbers of `dtype`."""
+    if bits == 4:
+        codes = _unpacked(codes, n)
+    each = codes.new_empty(0, dtype=torch.float32)  # no numbers, no blocks
+    if n:
+        short = -n % BLOCK
+        whole = torch.nn.functional.pad(codes, (0, short)) if short else codes
+        each = torch.addcmul(low[:, None], whole.view(-1, BLOCK).float(), scale[:, None])
+    return each.view(-1)[:n].to(dtype)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Two 4-bit codes a byte, the first in the low half. [n] -> [(n + 1) // 2]"""
+    if codes.numel() % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    pairs = codes.view(-1, 2)
+    return pairs[:, 0] | (pairs[:, 1] << 4)
+
+
+def _unpacked(packed: Tensor, n: int) -> Tensor:
+    return torch.stack([packed & 15, packed >> 4], 1).view(-1)[:n]
+
+
+def affine_bytes(n: int, bits: int) -> int:
+    """Bytes of `n` numbers: codes, and two fp32 numbers a block."""
+    return -(-n * bits // 8) + 8 * -(-n // BLOCK)
+
+
+# Power: moments.
+
+
+def quantize_power(
+    x: Tensor, power: int, *, signed: bool, noise: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes (int8 if signed, else uint8) and absmax of each block. Unsigned x must be >= 0."""
+    flat, n, top = x.reshape(-1), x.numel(), 127 if signed else 255
+    blocks = _blocks(flat)
+    absmax = blocks.abs().amax(1)
+    share = (blocks / torch.where(absmax > 0, absmax, 1)[:, None]).view(-1)[:n]
+    size = share.abs()
+    floor = (size ** (1 / power) * top).floor_().clamp_(0, top)
+    below, above = (floor / top) ** power, ((floor + 1) / top) ** power
+    up = (size - below) / (above - below) > (0.5 if noise is None else noise.view(-1))
+    codes = (floor + up).clamp_(max=top)
+    if signed:
+        return (codes * share.sign()).to(torch.int8), absmax
+    return torch.where(size > 0, codes.clamp(min=1), codes).to(torch.uint8), absmax
+
+
+def dequantize_power(codes: Tensor, absmax: Tensor, power: int) -> Tensor:
+    """[n] fp32. The type of the codes tells whether they are signed."""
+    signed = codes.dtype == torch.int8
+    share = codes.float() / (127 if signed else 255)
+    share = share * share.abs() ** (power - 1)
+    n, short = codes.numel(), -codes.numel() % BLOCK
+    whole = torch.nn.functional.pad(share, (0, short)) if short else share
+    return (whole.view(-1, BLOCK) * absmax[:, None]).view(-1)[:n]
+
+
+def power_bytes(n: int) -> int:
+    """Bytes of `n` numbers: codes, and an fp32 number a block."""
+    return n + 4 * -(-n // BLOCK)
+
+
+# bfloat16.
+
+
+def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
+    """fp32 to bf16, up or down with the probability that makes the mean exact.
+
+    `bits` is int32, uniform in 0 .. 2^16 - 1: added to the half of x that bf16 drops. Non-finite
+    numbers must not be passed.
+    """
+    carried = x.float().contiguous().view(torch.int32) + bits.view(x.shape)
+    return (carried & -(2**16)).view(torch.float32).to(torch.bfloat16)

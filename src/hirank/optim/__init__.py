@@ -1,0 +1,1 @@
+"""Training all weights with the optimiser's state in low rank: GaLore and what came after it."""

@@ -1,0 +1,233 @@
+"""Stepping while backward runs, so that the gradients of a model never all exist at once.
+
+A post-accumulate hook takes each gradient as soon as it is complete. A window is the backward
+passes of one step, `micro_batches` of them; the last one of a window steps a parameter at once, and
+`optimizer.step()` (or the end of `window()`) closes the window. A gradient that comes after its
+parameter's step and before the window is closed is an error.
+
+    engine = optimizer.step_in_backward(micro_batches=4)
+    for batch in four:
+        (loss(batch) / 4).backward()      # the fourth one steps
+    optimizer.step()                      # closes the window; then the scheduler
+
+What waits between the passes of a window, as part of the optimiser's state, so that a checkpoint in
+the middle of a window resumes bit by bit:
+
+    projected    R, fp32, [r, n]: projection is linear, so the sum is exact
+    in full      a plain parameter; one that is due for a refresh, whose basis comes from the sum
+                 (`refresh_from="first"` takes the first pass's gradient instead); and always with
+                 Fira's residual or APOLLO's scaling, which use the gradient itself
+
+Clipping. A global norm needs every gradient before the first step, so with `clip` steps wait for
+the end of the window, on R. The norm is that of what is stepped with: of R for a projected
+parameter, of the gradient where it waits in full. It is at most the norm of the gradients, and the
+same where nothing is projected or the basis is complete.
+
+Several processes. Give `process_group`: the mean over processes is taken of R (of the gradient, if
+it waits in full) once per window, in the hook. Do not wrap the model in DDP then. Parameters must
+get their gradients in the same order in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hirank.errors import HirankError
+from hirank.optim import bases, rules
+from hirank.optim.hyper import Hyper, hyper_of
+from hirank.optim.optimizer import LowRankAdamW
+
+__all__ = ["StepInBackward"]
+
+_REDUCED, _DENSE, _COUNT = "waiting_reduced", "waiting", "waiting_count"
+
+
+class StepInBackward:
+    """Takes over the steps of an optimiser; see the module's text.
+
+    Args:
+        optimizer: any `LowRankAdamW`.
+        micro_batches: backward passes of one step.
+        clip: largest global norm, None for no limit.
+        process_group: processes whose mean gradient is used, None for one process.
+
+    Attributes:
+        loss_scale: what the loss was multiplied by (fp16); gradients are divided by it.
+        calls: how many parameters have been stepped.
+    """
+
+    def __init__(
+        self,
+        optimizer: LowRankAdamW,
+        *,
+        micro_batches: int = 1,
+        clip: float | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if micro_batches < 1:
+            raise HirankError(f"micro_batches is {micro_batches}; give at least 1.")
+        if clip is not None and not clip > 0:
+            raise HirankError(f"clip is {clip}; give a norm above 0, or None for no limit.")
+        if optimizer._engine is not None:
+            raise HirankError(
+                "The optimiser steps in backward already; remove() the other engine first."
+            )
+        self.optimizer, self.micro_batches, self.clip = optimizer, micro_batches, clip
+        self.process_group = process_group
+        self.loss_scale: float | Tensor = 1.0
+        self.calls = 0
+        self._done: set[Tensor] = set()
+        self._groups = {p: g for g in optimizer.param_groups for p in g["params"]}
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook)
+            for p in self._groups
+            if p.requires_grad
+        ]
+        optimizer._engine = self
+
+    def remove(self) -> None:
+        """Close the window and give the steps back to the optimiser."""
+        self.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.optimizer._engine = [], None
+
+    @contextmanager
+    def window(self, n: int) -> Iterator[None]:
+        """A window of `n` backward passes, closed at its end; an error drops its gradients."""
+        usual, self.micro_batches = self.micro_batches, n
+        try:
+            yield
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self.micro_batches = usual
+        with torch.no_grad():
+            self.close()
+
+    def _drop(self) -> None:
+        for p in self._groups:
+            for key in (_REDUCED, _DENSE, _COUNT):
+                self.optimizer.state[p].pop(key, None)
+        self._done.clear()
+        self.optimizer.settle()
+
+    # A gradient comes.
+
+    @torch.no_grad()
+    def _hook(self, p: Tensor) -> None:
+        grad, p.grad = p.grad, None
+        assert grad is not None
+        if p in self._done:
+            raise HirankError(
+                f"A parameter of shape {tuple(p.shape)} got a further gradient after its step; "
+                f"call optimizer.step() after every {self.micro_batches} backward passes, or give "
+                "micro_batches the number of passes in a step."
+            )
+        state, hyper = self.optimizer.state_of(p), hyper_of(self._groups[p])
+        self._add(p, self._unscaled(grad), state, hyper)
+        if state[_COUNT] == self.micro_batches:
+            self._complete(p, state, hyper)
+
+    def _unscaled(self, grad: Tensor) -> Tensor:
+        scaled = isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0
+        return grad.div_(self.loss_scale) if scaled else grad
+
+    def _add(self, p: Tensor, grad: Tensor, state: dict[str, Any], hyper: Hyper) -> None:
+        """To what waits: projected where that is enough, else in full."""
+        state[_COUNT] = state.get(_COUNT, 0) + 1
+        key, value = _DENSE, grad
+        if self._may_project(p, state, hyper):
+            reduced = rules.reduce_gradient(p, grad, state, hyper)
+            if reduced is not None:  # else not finite: kept in full, to be found so at the step
+                key, value = _REDUCED, reduced
+        if key in state:
+            state[key] += value
+        else:
+            state[key] = value
+
+    def _may_project(self, p: Tensor, state: dict[str, Any], hyper: Hyper) -> bool:
+        if _DENSE in state or not rules.is_projected(p, hyper) or rules.needs_dense(hyper):
+            return False
+        if _REDUCED in state or not bases.due(state):
+            return True
+        # A basis is due. Processes must see the same gradient when they compute it.
+        return hyper.refresh_from == "first" and self.process_group is None
+
+    def _complete(self, p: Tensor, state: dict[str, Any], hyper: Hyper) -> None:
+        """The window's last gradient of p is there: step, or get ready for clipping."""
+        for key in (_REDUCED, _DENSE):
+            if key in state and self.process_group is not None:
+                _average(state[key], self.process_group)
+        self._done.add(p)
+        if self.clip is None:
+            self._step(p, state, hyper)
+        elif _DENSE in state and rules.is_projected(p, hyper) and not rules.needs_dense(hyper):
+            reduced = rules.reduce_gradient(p, state[_DENSE], state, hyper)
+            if reduced is not None:
+                state[_REDUCED] = reduced
+                del state[_DENSE]
+
+    def _step(
+        self, p: Tensor, state: dict[str, Any], hyper: Hyper, factor: Tensor | None = None
+    ) -> None:
+        state.pop(_COUNT)
+        reduced, dense = state.pop(_REDUCED, None), state.pop(_DENSE, None)
+        if factor is not None:
+            for part in (reduced, dense):
+                if part is not None:
+                    part.mul_(factor.to(part.device))
+        grad = dense if dense is not None else reduced
+        self.optimizer.step_parameter(p, grad, self._groups[p], hyper, reduced=reduced)
+        self.calls += 1
+
+    # The window ends.
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Step what still waits, and count what was skipped. `optimizer.step()` calls this."""
+        hypers = {id(group): hyper_of(group) for group in self.optimizer.param_groups}
+        waiting = [p for p in self._groups if _COUNT in self.optimizer.state[p]]
+        for p in waiting:
+            if p not in self._done:  # fewer passes than expected: an expert, an epoch's last window
+                self._complete(p, self.optimizer.state[p], hypers[id(self._groups[p])])
+        if self.clip is not None and waiting:
+            self._step_clipped(waiting, hypers)
+        self._done.clear()
+        self.optimizer.settle()
+
+    def _step_clipped(self, waiting: list[Tensor], hypers: dict[int, Hyper]) -> None:
+        assert self.clip is not None
+        states = [self.optimizer.state[p] for p in waiting]
+        held = [state.get(_REDUCED, state.get(_DENSE)) for state in states]
+        norms = [torch.linalg.vector_norm(part, dtype=_wide(part)) for part in held]
+        total = torch.stack([norm.to(norms[0].device) for norm in norms]).norm()
+        factor = (self.clip / (total + 1e-6)).clamp(max=1.0)
+        for p, state in zip(waiting, states, strict=True):
+            self._step(p, state, hypers[id(self._groups[p])], factor)
+
+    def waiting_bytes(self) -> int:
+        """Bytes of the gradients that wait now, projected or in full."""
+        parts = (
+            state[key]
+            for state in self.optimizer.state.values()
+            for key in (_REDUCED, _DENSE)
+            if key in state
+        )
+        return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _wide(part: Tensor) -> torch.dtype:
+    return torch.promote_types(part.dtype, torch.float32)
+
+
+def _average(part: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(part, group=group)
+    part.div_(dist.get_world_size(group))

@@ -1,0 +1,209 @@
+"""The optimiser as torch knows it: groups, steps, state on disk. The arithmetic is in `rules.py`.
+
+A step whose gradient of a parameter is not finite skips that parameter: weights, moments, basis and
+step count stay, the group's `skipped` goes up, and the log names the parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hirank.errors import HirankError
+from hirank.optim import rules
+from hirank.optim.groups import groups_of, refuse, report_rank
+from hirank.optim.hyper import Hyper, hyper_of, read_options
+from hirank.optim.state import stored_bytes
+
+if TYPE_CHECKING:
+    from hirank.optim.backward import StepInBackward
+
+__all__ = ["LowRankAdamW", "Stepped"]
+
+log = logging.getLogger("hirank.optim")
+
+_BESIDES = {"params", "param_names", "name", "initial_lr", "skipped"}
+"""Keys of a group that are no settings of ours."""
+
+
+class Stepped(NamedTuple):
+    """A step whose outcome the host does not know yet, and what the counters were before it."""
+
+    p: Tensor
+    group: dict[str, Any]
+    ok: Tensor
+    before: dict[str, int]
+
+
+class LowRankAdamW(torch.optim.Optimizer):
+    """AdamW that keeps its state in a low-rank subspace; every choice is a field of `Hyper`.
+
+    Args:
+        params: a model (embeddings, head, norms and biases then get plain AdamW), parameters, or
+            groups; only groups that name a `rank` are projected.
+        options: fields of `Hyper`, or the names other libraries have for them.
+
+    Raises:
+        HirankError: an unknown option, a value out of range, parameters flattened by ZeRO or FSDP1.
+    """
+
+    settings: ClassVar[Hyper] = Hyper()
+    """Defaults of the class."""
+
+    def __init__(self, params: nn.Module | Iterable[Any], **options: Any) -> None:
+        named = read_options(options, self.settings)
+        hyper = replace(self.settings, **named)
+        self._index: dict[Tensor, int] = {}
+        self._pending: list[Stepped] = []
+        self._engine: StepInBackward | None = None
+        super().__init__(groups_of(params, hyper), {**asdict(hyper), "skipped": 0})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, with aliases, and with what cannot be trained refused."""
+        own = {key: value for key, value in param_group.items() if key in _BESIDES}
+        rest = {key: value for key, value in param_group.items() if key not in _BESIDES}
+        named = read_options(rest, hyper_of(self.defaults))
+        super().add_param_group({**own, **named})
+        added = self.param_groups[-1]
+        for p in added["params"]:
+            refuse(p)
+            self._index[p] = len(self._index)
+        report_rank(added["params"], added["rank"])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickled or copied: find the parameters' numbers again."""
+        super().__setstate__(state)
+        params = [p for group in self.param_groups for p in group["params"]]
+        self._index = {p: i for i, p in enumerate(params)}
+        self._pending, self._engine = [], None
+
+    # Steps.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; while stepping in backward, end the window."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._engine is not None:
+            self._engine.close()
+        for group in self.param_groups:
+            hyper = hyper_of(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.step_parameter(p, p.grad, group, hyper)
+        self.settle()
+        return loss
+
+    def step_parameter(
+        self,
+        p: Tensor,
+        grad: Tensor,
+        group: dict[str, Any],
+        hyper: Hyper,
+        *,
+        reduced: Tensor | None = None,
+    ) -> None:
+        """Step one parameter, from R if that is known; `settle` comes later."""
+        state = self.state_of(p)
+        before: dict[str, int] = {key: state[key] for key in ("step", "age") if key in state}
+        if not rules.is_projected(p, hyper):
+            ok = rules.adamw_step(p, grad, state, hyper)
+        elif reduced is not None:
+            ok = rules.apply_reduced(p, reduced, grad, state, hyper)
+        else:
+            ok = rules.galore_adam_step(p, grad, state, hyper)
+        self._pending.append(Stepped(p, group, ok, before))
+
+    def state_of(self, p: Tensor) -> dict[str, Any]:
+        """A parameter's state, with its number in it."""
+        if p not in self._index:
+            raise HirankError(
+                f"A parameter of shape {tuple(p.shape)} took another's place after the optimiser "
+                "was built, as DeepSpeed ZeRO and FSDP1 do; use FSDP2 (fully_shard) instead."
+            )
+        state: dict[str, Any] = self.state[p]
+        state.setdefault("index", self._index[p])
+        return state
+
+    def settle(self) -> None:
+        """Ask the device once which steps were skipped; put their counters back and say so."""
+        pending, self._pending = self._pending, []
+        for device in {stepped.ok.device for stepped in pending}:
+            here = [stepped for stepped in pending if stepped.ok.device == device]
+            for stepped, ok in zip(here, torch.stack([s.ok for s in here]).tolist(), strict=True):
+                if not ok:
+                    self._undo(stepped)
+
+    def _undo(self, stepped: Stepped) -> None:
+        state = self.state[stepped.p]
+        counters = {"step": 0, "age": 0} if "age" in state else {}
+        state.update(counters | stepped.before)
+        stepped.group["skipped"] += 1
+        name = self._name(stepped.p, stepped.group)
+        log.warning(f"non-finite gradient of {name}: its step {state.get('step', 0)} is skipped")
+
+    def _name(self, p: Tensor, group: dict[str, Any]) -> str:
+        index = self._index[p]
+        names = group.get("param_names")
+        if names is None:
+            return f"parameter {index} {tuple(p.shape)}"
+        return str(next(n for n, q in zip(names, group["params"], strict=True) if q is p))
+
+    def step_in_backward(self, **options: Any) -> StepInBackward:
+        """Step each parameter as soon as its gradient is there; options of `StepInBackward`."""
+        from hirank.optim.backward import StepInBackward
+
+        return StepInBackward(self, **options)
+
+    # State.
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but state keeps its own dtypes instead of taking the parameters'."""
+        super().load_state_dict(state_dict)
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(numbers, params, strict=True):
+            if number in state_dict["state"]:
+                self.state[p] = _copied(state_dict["state"][number], p.device)
+
+    def state_bytes(self) -> int:
+        """Bytes of the state that exists now."""
+        return sum(stored_bytes(state) for state in self.state.values())
+
+    def cost(self) -> int:
+        """Bytes of the state after every parameter has stepped, from shapes alone."""
+        return sum(
+            rules.cost(tuple(p.shape), hyper, 8 if p.dtype == torch.float64 else 4)
+            for group in self.param_groups
+            for hyper in [hyper_of(group)]
+            for p in group["params"]
+        )
+
+    def projected(self) -> list[Tensor]:
+        """The parameters whose gradients are projected."""
+        groups = ((hyper_of(group), group["params"]) for group in self.param_groups)
+        return [p for hyper, params in groups for p in params if rules.is_projected(p, hyper)]
+
+    def describe(self) -> str:
+        """One line for a log: the class, how many parameters are projected, how, and the bytes."""
+        count, total = len(self.projected()), len(self._index)
+        hyper = next((hyper_of(g) for g in self.param_groups if g["rank"] is not None), None)
+        how = f" at rank {hyper.rank}, scale {hyper.scale:g}, gap {hyper.gap}" if hyper else ""
+        return (
+            f"{type(self).__name__}: {count} projected parameters{how}; "
+            f"{total - count} with plain AdamW; {self.cost():,} bytes of state"
+        )
+
+
+def _copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        key: value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,374 @@
+"""One step of one parameter: AdamW, and GaLore with its relatives.
+
+    plain        W <- (1 - lr wd) W - lr N(G)
+    projected    W <- (1 - lr wd) W - lr s back(N(R))                       GaLore
+                 ...               - lr s phi (G - back(R))                 and Fira's residual
+                 W <- (1 - lr wd) W - lr s f G                              APOLLO
+
+    N(R) = (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps)
+    phi, f: |N| / |R| per column of the longer side; f also over the whole tensor
+    limiter: the norm of the residual or of f G grows at most by a factor from step to step
+
+All modes are one product and one elementwise term, delta = A B + c G, so a weight is read and
+written once, span by span: nothing of a weight's size is made in fp32.
+
+A step whose gradient is not finite changes nothing. That is decided on the device, by masks: the
+functions return a bool tensor instead of waiting for it; the host asks only where a basis is due.
+
+Papers     GaLore arXiv 2403.03507 (Alg. 2, moments stored without bias correction, as Adam does);
+           Fira 2410.01623; APOLLO 2412.05270; moments in a new basis as in LDAdam 2410.16103.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hirank.kernels.blockquant import BLOCK
+from hirank.optim import bases, weights
+from hirank.optim import state as moments
+from hirank.optim.bases import Basis, Layout
+from hirank.optim.dice import MOMENTS, WEIGHTS, dice
+from hirank.optim.hyper import Hyper
+from hirank.optim.state import FIRST, SECOND, SPAN
+
+__all__ = [
+    "adam_direction",
+    "adamw_step",
+    "apply_reduced",
+    "cost",
+    "finite",
+    "galore_adam_step",
+    "is_projected",
+    "needs_dense",
+    "reduce_gradient",
+]
+
+State = dict[str, Any]
+
+
+# Adam.
+
+
+def adam_direction(
+    grad: Tensor, state: State, hyper: Hyper, span: slice, ok: Tensor, draw: torch.Generator
+) -> Tensor:
+    """Move the moments of a flat span towards `grad`; the bias-corrected direction, 0 if not ok."""
+    (b1, b2), age = hyper.betas, state["age"]
+    old_m, old_v = moments.read(state, FIRST, span), moments.read(state, SECOND, span)
+    m = torch.lerp(old_m, grad, 1 - b1)
+    v = (old_v * b2).addcmul_(grad, grad, value=1 - b2)
+    moments.write(state, FIRST, span, m, ok, draw)
+    moments.write(state, SECOND, span, v, ok, draw)
+    root = v.sqrt_().div_((1 - b2**age) ** 0.5).add_(hyper.eps)
+    return torch.where(ok, m.div_(1 - b1**age).div_(root), 0)
+
+
+def finite(grad: Tensor) -> Tensor:
+    """A bool on the device: no NaN, no infinity. One pass, nothing of the gradient's size made."""
+    if grad.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=grad.device)
+    peak: Tensor = torch.linalg.vector_norm(grad, math.inf)
+    return peak.isfinite()
+
+
+def adamw_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tensor:
+    """One AdamW step of any tensor, in place. Returns whether the gradient was finite."""
+    _start(state, p.shape, p, hyper)
+    ok, flat = finite(grad), grad.reshape(-1)
+    wide = torch.promote_types(p.dtype, torch.float32)
+    rolls, round_w = _generators(p, state, hyper)
+    state["step"], state["age"] = state["step"] + 1, state["age"] + 1
+    keep = _kept(ok, hyper, wide)
+    with _contiguous(p) as target:
+        for span in moments.spans(p.numel()):
+            direction = adam_direction(flat[span].to(wide), state, hyper, span, ok, rolls)
+            weights.move(target, span, direction.mul_(hyper.lr), keep, round_w)
+    return ok
+
+
+# GaLore.
+
+
+def is_projected(p: Tensor, hyper: Hyper) -> bool:
+    """Whether a rank is asked for and the parameter is a matrix with two usable sides."""
+    return hyper.rank is not None and bases.matrix_shape(p.shape) is not None
+
+
+def needs_dense(hyper: Hyper) -> bool:
+    """Whether a step needs the gradient itself beside its projection."""
+    return hyper.residual != "none" or hyper.scale_by != "element"
+
+
+def galore_adam_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tensor:
+    """One step of a parameter [m, ...] seen as a matrix [m, n], in place.
+
+    Args:
+        p: the parameter: fp64, fp32, bf16, fp16, or an Int8Weight.
+        grad: as large as p.
+        state: {} before the first step; afterwards tensors and numbers only.
+        hyper: the settings; `rank` is set.
+
+    Returns:
+        A bool tensor: whether the gradient was finite. If not, p and state are as before.
+    """
+    reduced = reduce_gradient(p, grad, state, hyper)
+    if reduced is None:
+        return torch.zeros((), dtype=torch.bool, device=p.device)
+    return apply_reduced(p, reduced, grad, state, hyper)
+
+
+def reduce_gradient(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tensor | None:
+    """R of the gradient, after a refresh of the basis if one is due.
+
+    None if a refresh is due and the gradient is not finite: then the state is untouched.
+    """
+    where = _layout(p, hyper)
+    matrix = grad.reshape(where.m, where.n)
+    if bases.due(state):
+        peak = float(torch.linalg.vector_norm(matrix, math.inf))
+        if not math.isfinite(peak):
+            return None
+        _start(state, where.reduced, p, hyper)
+        if peak > 0 or not state["refreshes"]:  # a gradient of zeros says nothing of a basis
+            _refresh(state, matrix, where, hyper)
+    return bases.load(state, where, hyper, matrix).project(matrix)
+
+
+def _layout(p: Tensor, hyper: Hyper) -> Layout:
+    shape = bases.matrix_shape(p.shape)
+    assert shape is not None, "only a matrix with two usable sides is projected"
+    return bases.layout(shape, hyper)
+
+
+def _start(state: State, shape: tuple[int, ...], like: Tensor, hyper: Hyper) -> None:
+    """Numbers and moments of a parameter that has none yet."""
+    if "age" in state:
+        return
+    state.setdefault("index", 0)
+    state.update(step=0, age=0)
+    for name in (FIRST, SECOND):
+        moments.create(state, name, shape, like, hyper)
+    if is_projected(like, hyper):
+        state.update(refreshes=0, drawn=0, next_refresh=0, calm=0, stretch=1.0)
+        if hyper.limiter:
+            state["limited_norm"] = torch.zeros((), device=like.device)
+
+
+def _generators(
+    p: Tensor, state: State, hyper: Hyper
+) -> tuple[torch.Generator, torch.Generator | None]:
+    """For moments, and for weights if those are rounded stochastically."""
+    numbers = (hyper.seed, state["step"], state["index"])
+    stochastic = isinstance(p, weights.Int8Weight) or hyper.weight_rounding == "stochastic"
+    round_w = dice(p.device, *numbers, WEIGHTS) if stochastic else None
+    return dice(p.device, *numbers, MOMENTS), round_w
+
+
+def _kept(ok: Tensor, hyper: Hyper, wide: torch.dtype) -> Tensor | None:
+    """What decoupled weight decay leaves of a weight; 1 for a step that is skipped."""
+    if not hyper.weight_decay:
+        return None
+    kept = 1 - hyper.lr * hyper.weight_decay
+    return torch.where(ok, torch.full((), kept, dtype=wide, device=ok.device), 1)
+
+
+def apply_reduced(
+    p: Tensor, reduced: Tensor, grad: Tensor | None, state: State, hyper: Hyper
+) -> Tensor:
+    """The rest of a step, from R. `grad` may be None unless `needs_dense(hyper)`."""
+    where, ok = _layout(p, hyper), finite(reduced)
+    dense = grad.reshape(where.m, where.n) if grad is not None and needs_dense(hyper) else None
+    basis = bases.load(state, where, hyper, reduced)
+    draw, round_w = _generators(p, state, hyper)
+    state["step"], state["age"] = state["step"] + 1, state["age"] + 1
+    direction = _direction(reduced, state, hyper, ok, draw)
+    change = _change(reduced, direction, dense, basis, state, hyper, ok)
+    with _contiguous(p) as target:
+        _apply(target, where, change, hyper, ok, round_w)
+    return ok
+
+
+def _direction(
+    reduced: Tensor, state: State, hyper: Hyper, ok: Tensor, draw: torch.Generator
+) -> Tensor:
+    flat, out = reduced.reshape(-1), torch.empty_like(reduced)
+    for span in moments.spans(flat.numel()):
+        out.view(-1)[span] = adam_direction(flat[span], state, hyper, span, ok, draw)
+    return out
+
+
+class _Change(NamedTuple):
+    """delta / (lr s) = A B + c G, either part None."""
+
+    product: tuple[Tensor, Tensor] | None  # [m, r], [r, n]
+    factor: Tensor | None  # [1, n], [m, 1] or []
+    grad: Tensor | None  # [m, n]
+    ok: Tensor
+
+
+def _change(
+    reduced: Tensor,
+    direction: Tensor,
+    grad: Tensor | None,
+    basis: Basis,
+    state: State,
+    hyper: Hyper,
+    ok: Tensor,
+) -> _Change:
+    if grad is None:
+        return _Change(basis.factors(direction), None, None, ok)
+    clean = torch.where(ok, reduced, 0)
+    along = None if hyper.scale_by == "tensor" else int(basis.left is None)
+    factor = _ratio(direction, clean, along)
+    if hyper.residual == "none":
+        norm = (factor * _norm(grad, along)).norm()
+        return _Change(None, factor * _limit(norm, state, hyper, ok), grad, ok)
+    seen = _norm_of_back(clean, basis, along)
+    unseen = (_norm(grad, along).square() - 2 * clean.square().sum(along, True) + seen).clamp_min(0)
+    factor = factor * _limit((factor * unseen.sqrt()).norm(), state, hyper, ok)
+    return _Change(basis.factors(direction - factor * clean), factor, grad, ok)
+
+
+def _norm(x: Tensor, along: int | None) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=along, keepdim=along is not None, dtype=wide)
+    return norm
+
+
+def _ratio(direction: Tensor, reduced: Tensor, along: int | None) -> Tensor:
+    """|N| / |R|; 0 where there is no gradient."""
+    below = _norm(reduced, along)
+    return torch.where(below > 0, _norm(direction, along) / torch.where(below > 0, below, 1), 0)
+
+
+def _norm_of_back(reduced: Tensor, basis: Basis, along: int | None) -> Tensor:
+    """Column-wise |back(R)|^2: R'(P'P)R, as a stored basis is orthonormal to its rounding only."""
+    side = basis.left if basis.left is not None else basis.right
+    assert side is not None
+    side = side.to(reduced.dtype)
+    gram = side.T @ side
+    turned = gram @ reduced if along == 0 else reduced @ gram
+    return (turned * reduced).sum(along, True)
+
+
+def _limit(norm: Tensor, state: State, hyper: Hyper, ok: Tensor) -> Tensor | float:
+    """The factor that keeps `norm` within hyper.limiter of the last step's."""
+    if not hyper.limiter:
+        return 1.0
+    last, norm = state["limited_norm"], norm.float()
+    most = last * hyper.limiter
+    held = (last > 0) & (norm > most)
+    factor = torch.where(held, most / torch.where(norm > 0, norm, 1), 1)
+    last.copy_(torch.where(ok, norm * factor, last))
+    return factor
+
+
+def _apply(
+    p: Tensor,
+    where: Layout,
+    change: _Change,
+    hyper: Hyper,
+    ok: Tensor,
+    round_w: torch.Generator | None,
+) -> None:
+    step = hyper.lr * hyper.scale
+    plain = not (isinstance(p, weights.Int8Weight) or round_w or hyper.weight_decay)
+    if plain and change.product and change.factor is None:
+        a, b = (part.to(p.dtype) for part in change.product)
+        p.view(where.m, where.n).addmm_(a, b, alpha=-step)
+        return
+    keep = _kept(ok, hyper, torch.promote_types(p.dtype, torch.float32))
+    for rows in _slabs(where):
+        span = slice(rows.start * where.n, rows.stop * where.n)
+        weights.move(p, span, _delta(change, rows).mul_(step).view(-1), keep, round_w)
+
+
+def _slabs(where: Layout) -> Iterator[slice]:
+    """Rows of [m, n], whole blocks of the flat weight, about SPAN numbers at a time."""
+    unit = BLOCK // math.gcd(where.n, BLOCK)
+    height = max(1, SPAN // (where.n * unit)) * unit
+    for start in range(0, where.m, height):
+        yield slice(start, min(start + height, where.m))
+
+
+def _delta(change: _Change, rows: slice) -> Tensor:
+    """[rows, n] of A B + c G, fp32."""
+    product, factor, grad, ok = change
+    whole = product[0][rows] @ product[1] if product else None
+    if grad is None or factor is None:
+        assert whole is not None
+        return whole
+    scale = factor[rows] if factor.dim() and factor.shape[0] > 1 else factor
+    dense = torch.where(ok, grad[rows].to(factor.dtype), 0) * scale
+    return dense if whole is None else whole.add_(dense)
+
+
+@contextmanager
+def _contiguous(p: Tensor) -> Iterator[Tensor]:
+    """p without its graph; a contiguous stand-in copied back if its strides are others."""
+    plain = p.detach()
+    if isinstance(p, weights.Int8Weight) or plain.is_contiguous():
+        yield plain
+        return
+    stand_in = plain.contiguous()
+    yield stand_in
+    plain.copy_(stand_in)
+
+
+# A new basis.
+
+
+def _refresh(state: State, grad: Tensor, where: Layout, hyper: Hyper) -> None:
+    changed = bases.refresh(state, grad, where, hyper)
+    if changed is None or hyper.moments == "keep":
+        return
+    if hyper.moments == "reset":
+        state["age"] = 0
+        values = [grad.new_zeros(where.reduced, dtype=torch.float32)] * 2
+    else:
+        values = _carried(state, where, hyper, *changed)
+    draw = dice(grad.device, hyper.seed, state["step"], state["index"], MOMENTS, 1)
+    ok = torch.ones((), dtype=torch.bool, device=grad.device)
+    for name, value in zip((FIRST, SECOND), values, strict=True):
+        for span in moments.spans(value.numel()):
+            moments.write(state, name, span, value.reshape(-1)[span], ok, draw)
+
+
+def _carried(state: State, where: Layout, hyper: Hyper, old: Basis, new: Basis) -> list[Tensor]:
+    """M and V in the new coordinates. V is turned as the variance of independent coordinates, plus
+    the square of the mean; both on the bias-corrected scale."""
+    size = math.prod(where.reduced)
+    m, v = (moments.read(state, n, slice(0, size)).view(where.reduced) for n in (FIRST, SECOND))
+    b1, b2 = (1 - beta ** state["age"] for beta in hyper.betas)
+    mean, spread = m / b1, (v / b2 - (m / b1).square()).clamp_min_(0)
+    for side, a, b in (("left", old.left, new.left), ("right", old.right, new.right)):
+        if a is None or b is None:
+            continue
+        turn = b.T.to(m.dtype) @ a.to(m.dtype)  # [r, r], new <- old
+        if side == "left":
+            mean, spread = turn @ mean, turn.square() @ spread
+        else:
+            mean, spread = mean @ turn.T, spread @ turn.square().T
+    return [mean * b1, (spread + mean.square()) * b2]
+
+
+# Bytes.
+
+
+def cost(shape: tuple[int, ...], hyper: Hyper, wide: int = 4) -> int:
+    """Bytes of the state of a parameter of `shape`: moments, bases, and the limiter's one number.
+
+    `wide` is the size of the widest number kept: 4, or 8 for fp64 weights.
+    """
+    matrix = bases.matrix_shape(shape)
+    if hyper.rank is None or matrix is None:
+        return moments.cost(math.prod(shape), hyper, wide)
+    where = bases.layout(matrix, hyper)
+    kept = moments.cost(math.prod(where.reduced), hyper, wide) + bases.cost(where, hyper, wide)
+    return kept + (4 if hyper.limiter else 0)
