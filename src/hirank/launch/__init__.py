@@ -8,5 +8,6 @@ never notices. `docs/run.md` is the guide.
     interpreter.py  which Python a command runs under, and whether hirank works there
     startup.py      what each Python process executes first
     child.py        what it does once PEFT is imported: convert, and say so
+    trainers.py     what single trainers do to PEFT's layers
     records.py      what was converted, on its way from the processes to the parent; in words
 """

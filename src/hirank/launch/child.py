@@ -16,6 +16,7 @@ from hirank import __version__, explain, patch_peft
 from hirank.errors import HirankError
 from hirank.launch.interpreter import check_versions
 from hirank.launch.records import Record, sentence, table, write_record
+from hirank.launch.trainers import unwrap
 
 __all__ = ["first_call", "install"]
 
@@ -97,6 +98,7 @@ def first_call(layer: Any, args: Any) -> None:
     for module in model.modules():
         if _layers.pop(module, None) is not None:
             _leave(module)
+            unwrap(module)
     rows = explain(model).rows
     _record(watched, "ran", rows)
     _say(rows)
