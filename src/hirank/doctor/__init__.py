@@ -3,6 +3,7 @@
     finding.py   what is found, and the report of it
     trap.py      one trap: when it is met, what mends it, who reported it
     subject.py   what is examined
+    probe.py     a forward of the batch, to see which layers run
     settings.py  what a trainer's configuration says that matters here
     layers.py    the adapted layers of a model, seen through PEFT
     gradients.py, precision.py, shapes.py, targets.py, state.py, files.py, batch.py   the traps

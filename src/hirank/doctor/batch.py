@@ -11,38 +11,9 @@ from torch import Tensor
 from hirank.doctor.subject import Subject
 from hirank.doctor.trap import trap
 
-__all__ = ["end_never_learnt", "layers_that_ran", "longer_than_positions", "padding_carries_loss"]
+__all__ = ["end_never_learnt", "longer_than_positions", "padding_carries_loss"]
 
 IGNORED = -100
-
-
-def layers_that_ran(subject: Subject) -> set[str] | None:
-    """Names of the adapted layers that a forward of the batch calls; None without a batch.
-
-    Random state is left as it was. On the meta device a forward costs nothing; a model that
-    cannot run there is not judged.
-    """
-    if subject.model is None or subject.batch is None or not subject.adapted:
-        return None
-    ran: set[str] = set()
-    hooks = [
-        entry.layer.register_forward_pre_hook(lambda *_, name=entry.name: ran.add(name))
-        for entry in subject.adapted
-    ]
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            subject.model(**subject.batch)
-    except NotImplementedError:
-        return None
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return ran | {e.name for e in subject.adapted if _inside(e.name, ran)}
-
-
-def _inside(name: str, ran: set[str]) -> bool:
-    """Attention's own output projection is used by the layer around it, without a call."""
-    return any(name.startswith(f"{outer}.") for outer in ran)
 
 
 def _tensors(subject: Subject) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hirank.doctor.batch import layers_that_ran
 from hirank.doctor.layers import is_adapter_weight, own_weight
 from hirank.doctor.subject import Subject
 from hirank.doctor.trap import several, trap
@@ -208,7 +207,7 @@ def unused_under_ddp(subject: Subject) -> str | None:
     if subject.processes < 2 or _ddp_looks(subject):
         return None
     idle = [f"{e.name} ({e.adapter})" for e in subject.adapted if e.trained and not e.active]
-    ran = layers_that_ran(subject)
+    ran = subject.ran
     idle += [e.name for e in subject.active if ran is not None and e.trained and e.name not in ran]
     if not idle:
         return None
@@ -229,7 +228,7 @@ def _ddp_looks(subject: Subject) -> bool:
 )
 def adapter_never_runs(subject: Subject) -> str | None:
     """They are saved as they were initialised, and cost memory in the optimizer."""
-    ran = layers_that_ran(subject)
+    ran = subject.ran
     if ran is None:
         return None
     idle = [e.name for e in subject.active if e.trained and e.name not in ran]

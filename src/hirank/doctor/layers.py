@@ -117,10 +117,11 @@ def plain_name(name: str) -> str:
 
 def adapted_layers(model: nn.Module) -> Iterator[Adapted]:
     """Every LoRA adapter on every layer, in the order of the model."""
+    from peft.tuners.adalora.layer import AdaLoraLayer
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():
-        if not isinstance(module, LoraLayer):
+        if not isinstance(module, LoraLayer) or isinstance(module, AdaLoraLayer):
             continue
         for adapter in module.r:
             parts = dict(_parts(module, adapter))
@@ -142,7 +143,7 @@ def _parts(layer: Any, adapter: str) -> Iterator[tuple[str, Tensor]]:
 def settings_by_adapter(model: nn.Module) -> dict[str, Any]:
     """The LoraConfig of every LoRA adapter of the model."""
     found = getattr(model, "peft_config", None) or {}
-    return {name: config for name, config in found.items() if hasattr(config, "lora_alpha")}
+    return {name: config for name, config in found.items() if config.peft_type == "LORA"}
 
 
 def is_adapter_weight(name: str) -> bool:

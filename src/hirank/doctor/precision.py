@@ -177,7 +177,8 @@ def zero_rows(subject: Subject) -> str | None:
 def _zero_rows(entry: Adapted) -> int:
     """Rows of a linear layer where base and B are both zero, and so the norm is."""
     base: Any = entry.base
-    if type(base) is not nn.Linear or base.weight.is_meta or entry.parts["lora_B"].is_meta:
+    B = entry.parts["lora_B"]
+    if type(base) is not nn.Linear or is_quantised(base) or base.weight.is_meta or B.is_meta:
         return 0
-    moved = base.weight.any(dim=1) | entry.parts["lora_B"].any(dim=1)
+    moved = base.weight.any(dim=1) | B.any(dim=1)
     return int((~moved).sum())

@@ -73,6 +73,15 @@ class Subject:
         found = {} if self.adapter_dir is None else read_settings(self.adapter_dir)
         return found if found.get("peft_type", "LORA") == "LORA" else {}
 
+    @cached_property
+    def ran(self) -> set[str] | None:
+        """Names of the adapted layers that the batch runs through; None if that is not known."""
+        from hirank.doctor.probe import layers_that_ran
+
+        if self.model is None or self.batch is None or not self.adapted:
+            return None
+        return layers_that_ran(self.model, self.batch, self.adapted)
+
     @property
     def processes(self) -> int:
         """How many processes train together."""

@@ -70,13 +70,13 @@ def pattern_matches_nothing(subject: Subject) -> str | None:
 
 
 @trap(
-    "error",
+    "warning",
     "A module is in modules_to_save and in target_modules",
     fix="Name it in one of the two: trained whole, or with an adapter.",
     source="peft#1689, unsloth#9331",
 )
 def saved_and_targeted(subject: Subject) -> str | None:
-    """PEFT trains it whole then; the adapter that was asked for is not there, or not used."""
+    """PEFT trains it whole then; the adapter that was asked for is not there."""
     both = []
     for saved in saved_modules_of(subject):
         for config in subject.adapter_settings.values():
@@ -125,9 +125,10 @@ def _chosen(config: Any) -> bool:
 
 
 def _stacks(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """(name, names of its blocks) of every list of two or more modules with linear layers."""
+    """(name, names of its blocks) of every list of blocks of one class with linear layers."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and all(map(_linear, module)):
+        alike = isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+        if alike and all(map(_linear, module.children())):
             plain = plain_name(name)
             yield plain, [f"{plain}.{key}" for key, _ in module.named_children()]
 
