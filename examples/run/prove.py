@@ -44,8 +44,8 @@ COMMON = (
 COMMANDS = {
     "transformers": "python {here}/plain_trainer.py {work}/model {work}/rows/rows.jsonl {out}",
     "trl": "trl sft --model_name_or_path {work}/model --dataset_name {work}/rows "
-    "--output_dir {out} --use_peft --lora_r 4 --lora_target_modules all-linear --dtype float32 --bf16 false "
-    "--use_cpu true " + COMMON,
+    "--output_dir {out} --use_peft --lora_r 4 --lora_target_modules all-linear "
+    "--dtype float32 --bf16 false --use_cpu true " + COMMON,
     "llamafactory": "llamafactory-cli train --stage sft --do_train true "
     "--model_name_or_path {work}/model --finetuning_type lora --lora_rank 4 --lora_target all "
     "--template chatml --dataset tiny --dataset_dir {work} --cutoff_len 128 --output_dir {out} "

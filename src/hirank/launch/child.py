@@ -12,7 +12,7 @@ import peft
 import torch
 from torch import nn
 
-from hirank import __version__, explain, patch_peft
+import hirank  # its functions come with PEFT's internals: not before the versions are checked
 from hirank.errors import HirankError
 from hirank.launch.interpreter import check_versions
 from hirank.launch.records import Record, sentence, table, write_record
@@ -45,7 +45,7 @@ def install(folder: str) -> None:
     settings = json.loads((where / "settings").read_text(encoding="utf-8"))
     try:
         check_versions({"torch": torch.__version__, "peft": peft.__version__}, sys.executable)
-        patch_peft(**settings["options"])
+        hirank.patch_peft(**settings["options"])
     except HirankError as error:
         sys.stderr.write(f"hirank run: {error}\n")
         raise SystemExit(2) from None
@@ -72,7 +72,7 @@ def _created(model: Any) -> None:
     if not isinstance(model, nn.Module):
         return
     watched = _models.setdefault(model, _Watched(model, len(_models)))
-    rows = explain(model).rows
+    rows = hirank.explain(model).rows
     _record(watched, "created", rows)
     for row in rows:
         layer = model.get_submodule(row.name)
@@ -99,7 +99,7 @@ def first_call(layer: Any, args: Any) -> None:
         if _layers.pop(module, None) is not None:
             _leave(module)
             unwrap(module)
-    rows = explain(model).rows
+    rows = hirank.explain(model).rows
     _record(watched, "ran", rows)
     _say(rows)
 
@@ -117,7 +117,7 @@ def _record(watched: _Watched, stage: str, rows: Any) -> None:
         "model": watched.number,
         "stage": stage,
         "versions": {
-            "hirank": __version__, "peft": peft.__version__, "torch": torch.__version__
+            "hirank": hirank.__version__, "peft": peft.__version__, "torch": torch.__version__
         },
         "layers": _plain(rows),
     }  # fmt: skip
