@@ -61,9 +61,17 @@ class Idle(nn.Module):
         return self.used(x)
 
 
+def checkpointed(model: PeftModel, *, reentrant: bool) -> PeftModel:
+    """Gradient checkpointing switched on, by the name that Transformers has for it."""
+    base = model.base_model.model
+    name = "activation_checkpointing_enable"
+    enable = getattr(base, name, base.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    return model
+
+
 def reentrant() -> PeftModel:
-    model = wrap()
-    model.base_model.model._activation_checkpointing_enable({"use_reentrant": True})
+    model = checkpointed(wrap(), reentrant=True)
     model.disable_input_require_grads()
     return model
 

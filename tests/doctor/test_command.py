@@ -85,6 +85,13 @@ def test_shared_embeddings_of_the_base_model(config, tmp_path):
     assert names(path) == ["tied-embeddings"]
 
 
+def test_full_training_in_half_precision_is_judged_by_the_weights_on_disk(config):
+    half = config(method={"name": "full"}, model={"dtype": "bfloat16"})
+    assert names(half) == ["updates-round-away"]
+    assert "the other trained weights" in doctor(half).stdout
+    assert names(half, "--set", "optim.lr=0.1") == []
+
+
 def test_overrides_and_rows_that_are_too_long(config):
     path = config()
     assert names(path, "--set", "data.max_length=4096") == ["longer-than-positions"]

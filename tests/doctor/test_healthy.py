@@ -15,7 +15,7 @@ from transformers import (
 from trl import SFTConfig
 
 import hirank
-from doctor.cases import adamw, named, rows, trained, wrap
+from doctor.cases import adamw, checkpointed, named, rows, trained, wrap
 from helpers import tiny_llama, tiny_tokenizer
 from hirank import diagnose
 
@@ -46,21 +46,18 @@ def test_in_the_middle_of_training(kind: str):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_as_transformers_switches_it_on(reentrant: bool):
-    model = wrap()
-    model.base_model.model._activation_checkpointing_enable({"use_reentrant": reentrant})
+    model = checkpointed(wrap(), reentrant=reentrant)
     assert not diagnose(model.train(), optimizer=adamw(model), batch=rows())
 
 
 def test_checkpointing_without_input_gradients_is_fine_if_it_is_not_reentrant():
-    model = wrap()
-    model.base_model.model._activation_checkpointing_enable({"use_reentrant": False})
+    model = checkpointed(wrap(), reentrant=False)
     model.disable_input_require_grads()
     assert not diagnose(model)
 
 
 def test_reentrant_checkpointing_is_fine_with_an_adapted_embedding():
-    model = wrap(target_modules=["embed_tokens", "q_proj"])
-    model.base_model.model._activation_checkpointing_enable({"use_reentrant": True})
+    model = checkpointed(wrap(target_modules=["embed_tokens", "q_proj"]), reentrant=True)
     model.disable_input_require_grads()
     with torch.no_grad():
         named(model, "lora_embedding_B")[0].add_(0.1)

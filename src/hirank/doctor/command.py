@@ -72,6 +72,7 @@ def _configuration(path: Path, overrides: Iterable[str], world_size: int) -> Sub
         settings=settings_of(config),
         batch=_one_row(model),
         world_size=world_size,
+        samples=_samples(config),
     )
 
 
@@ -102,6 +103,28 @@ def _wrapped(bare: Any, settings: Any, *, ours: bool) -> Any:
         warnings.simplefilter("ignore")  # what PEFT warns of is found by name
         model = get_peft_model(bare, settings)
         return accelerate(model) if ours else model
+
+
+SAMPLES = 16
+
+
+def _samples(config: TrainConfig) -> dict[str, Any]:
+    """Some base weights as they will be trained: those of full training in half precision."""
+    import torch
+    from safetensors import safe_open
+
+    from hirank.train.model import locate
+
+    source = locate(config.model.name)
+    wanted = not config.method.method.adapter and config.model.dtype == "bfloat16"
+    if not (wanted and source.local) or source.gguf:
+        return {}
+    found: dict[str, Any] = {}
+    for file in sorted(Path(source.name).glob("*.safetensors"))[:1]:
+        with safe_open(file, framework="pt") as weights:
+            for key in list(weights.keys())[:: max(1, len(weights.keys()) // SAMPLES)]:
+                found[key] = weights.get_tensor(key).to(torch.bfloat16)
+    return found
 
 
 def _one_row(model: Any) -> dict[str, Any] | None:

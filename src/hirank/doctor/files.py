@@ -163,6 +163,8 @@ def _places(subject: Subject) -> dict[str, Tensor] | None:
         return None
     if any(p.is_meta for p in subject.parameters.values()):
         return None
+    if not all(entry.whole for entry in subject.adapted):
+        return None
     from peft.utils import get_peft_model_state_dict
 
     name = subject.adapted[0].adapter if not subject.active else subject.active[0].adapter

@@ -59,6 +59,16 @@ class Adapted:
         return float(self.layer.lora_alpha[self.adapter])
 
     @property
+    def whole(self) -> bool:
+        """Whether its weights have their full shape here: ZeRO-3 leaves empty ones."""
+        return all(part.numel() > 0 for part in self.parts.values())
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether accelerate brings the weights when the layer is called."""
+        return any(hasattr(module, "_hf_hook") for module in self.layer.modules())
+
+    @property
     def active(self) -> bool:
         return self.adapter in self.layer.active_adapters
 

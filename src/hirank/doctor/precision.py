@@ -75,7 +75,8 @@ def _adam_steps(subject: Subject) -> Iterator[tuple[str, Tensor, float]]:
     optimizer, settings = subject.optimizer, subject.settings
     if optimizer is None:
         if settings.lr and not settings.deepspeed:
-            yield from ((name, p, settings.lr) for name, p in subject.trainable.items())
+            weights = {**subject.trainable, **subject.samples}
+            yield from ((name, p, settings.lr) for name, p in weights.items())
         return
     if not type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes")):
         return
@@ -180,5 +181,7 @@ def _zero_rows(entry: Adapted) -> int:
     B = entry.parts["lora_B"]
     if type(base) is not nn.Linear or is_quantised(base) or base.weight.is_meta or B.is_meta:
         return 0
+    if base.weight.dim() != 2 or base.weight.shape[0] != B.shape[0]:
+        return 0  # sharded
     moved = base.weight.any(dim=1) | B.any(dim=1)
     return int((~moved).sum())

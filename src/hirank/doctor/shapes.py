@@ -23,7 +23,7 @@ def _size(entry: Adapted) -> str:
 )
 def rank_above_layer(subject: Subject) -> str | None:
     """B A of an out x in layer cannot have more rank than min(out, in)."""
-    over = [e for e in subject.active if e.rank > min(e.rows, e.columns)]
+    over = [e for e in subject.active if e.whole and e.rank > min(e.rows, e.columns)]
     if not over:
         return None
     least = min(min(e.rows, e.columns) for e in over)
@@ -44,7 +44,9 @@ def adapter_larger_than_layer(subject: Subject) -> str | None:
     over = [
         e
         for e in subject.active
-        if e.rank <= min(e.rows, e.columns) and e.rank * (e.rows + e.columns) > e.rows * e.columns
+        if e.whole
+        and e.rank <= min(e.rows, e.columns)
+        and e.rank * (e.rows + e.columns) > e.rows * e.columns
     ]
     if not over:
         return None

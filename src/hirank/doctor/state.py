@@ -85,7 +85,8 @@ def adapter_on_meta(subject: Subject) -> str | None:
     """low_cpu_mem_usage promises that a checkpoint follows; here it did not."""
     if all(p.is_meta for p in subject.parameters.values()):
         return None  # a model without values, to look at shapes
-    ghosts = [e.name for e in subject.adapted if any(p.is_meta for p in e.parts.values())]
+    held = [entry for entry in subject.adapted if not entry.offloaded]
+    ghosts = [entry.name for entry in held if any(p.is_meta for p in entry.parts.values())]
     return f"{len(ghosts)} of {len(subject.adapted)} layers: {several(ghosts)}" if ghosts else None
 
 
@@ -100,7 +101,8 @@ def factors_both_zero(subject: Subject) -> str | None:
     dead = [
         entry.name
         for entry in subject.adapted
-        if not any(p.is_meta for p in entry.parts.values())
+        if entry.whole
+        and not any(p.is_meta for p in entry.parts.values())
         and not entry.parts["lora_A"].any()
         and not entry.parts["lora_B"].any()
     ]

@@ -36,6 +36,8 @@ class Subject:
     scaler: Any = None
     """The GradScaler of the training loop."""
     world_size: int = 1
+    samples: Mapping[str, Tensor] = field(default_factory=dict)
+    """Weights that will be trained, in the precision they will have, where the model has none."""
 
     @cached_property
     def model(self) -> nn.Module | None:

@@ -21,7 +21,7 @@ __all__ = [
     "tied_embeddings",
 ]
 
-TOWER = re.compile(r"visi|visual|image|audio|speech", re.IGNORECASE)
+TOWER = re.compile(r"(^|[._])(vision|visual|image|audio|speech)", re.IGNORECASE)
 
 
 def _adapted_by(subject: Subject, adapter: str) -> list[str]:
