@@ -64,6 +64,28 @@ def test_within_budget(shape, dtype, bias):
     check(make(shape, dtype, bias), dtype)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
+def test_a_branch_that_comes_apart_is_rounded_with_the_rest(shape, dtype, bias):
+    u, magnitude, norm, row, lora, *_ = make(shape, dtype, bias)
+    if norm.numel():
+        norm[1] = 0
+
+    def formula(dtype):
+        gain = dora_gain(magnitude, norm).to(dtype)
+        found = gain * (u.to(dtype) + lora.to(dtype))
+        return found if row is None else found + (1 - gain) * row.to(dtype)
+
+    out = u.clone()
+    gain_forward_(out, magnitude, norm, row, lora)
+    truth = {"y": formula(torch.float64)}
+    assert_within_budget({"y": out}, {"y": formula(dtype)}, truth, dtype)
+    out = u.clone()
+    gain_forward_(out, norm, norm, row, torch.zeros_like(u))
+    assert torch.equal(out, u)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -114,7 +136,7 @@ def test_two_runs_agree_bit_for_bit():
 def test_opcheck():
     u, magnitude, norm, bias, dy, x, h, weight, B = make((7, 40, 32, 4), torch.float32)
     torch.library.opcheck(
-        torch.ops.hirank.gain_forward_.default, (u.clone(), magnitude, norm, bias)
+        torch.ops.hirank.gain_forward_.default, (u.clone(), magnitude, norm, bias, dy)
     )
     torch.library.opcheck(
         torch.ops.hirank.gain_backward.default,

@@ -5,8 +5,8 @@
 LoRA is the same without g. Written out, with v = x W^T + s (x A^T) B^T:
 
     forward     h  = s x A^T                        scaled inside the GEMM
-                u  = x W^T + b, then += h B^T       added inside the GEMM
-                y  = g u + (1 - g) b                one pass, see `gain_pass`
+                u  = x W^T + b, then += h B^T       added inside the GEMM (fp32, or no g)
+                y  = g (u + h B^T) + (1 - g) b      one pass, see `gain_pass`
             or  y  = g (x W^T + h B^T) + b          one GEMM, see `joined_gemm`
     backward    t  = g dy,  dm = colsum(dy v)/norm  one pass, see `gain_pass`
                 tB = s t B
@@ -99,9 +99,13 @@ def dora_linear_fwd_ref(
         return y, h
     u = F.linear(x, weight, bias)
     results = u.view(-1, u.shape[-1])
-    results.addmm_(h, B.t())
+    lora = None
+    if magnitude is None or x.dtype not in (torch.bfloat16, torch.float16):
+        results.addmm_(h, B.t())
+    else:
+        lora = h @ B.t()  # apart: the sum would be rounded before the gain, and then again
     if magnitude is not None and norm is not None:
-        gain_pass.forward_(results, magnitude, norm, bias)
+        gain_pass.forward_(results, magnitude, norm, bias, lora)
     return u, h
 
 
@@ -191,7 +195,9 @@ class _Weights(NamedTuple):
     norm: Tensor | None
 
     def versions(self) -> list[int]:
-        return [0 if t is None or t.is_inference() else t._version for t in self]
+        """Of what an optimizer may change in place."""
+        trained = self[:4]
+        return [t._version for t in trained if t is not None and t.requires_grad]
 
 
 def _activations(ctx: Any) -> tuple[Tensor, Tensor, Tensor | None]:

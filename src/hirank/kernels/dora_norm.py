@@ -33,7 +33,7 @@ from torch import Tensor
 from hirank.kernels._triton import HAS_TRITON, interpreting
 from hirank.kernels.norm_table import NormEntry, NormTable
 
-__all__ = ["CHUNK_BYTES", "dora_gain", "dora_norm", "dora_norm_ref", "row_square_sum"]
+__all__ = ["CHUNK_BYTES", "dora_gain", "dora_norm", "dora_norm_ref", "row_norm", "row_square_sum"]
 
 CHUNK_BYTES = 256 * 2**20
 """Default budget in bytes for the blocks of one norm."""
@@ -75,14 +75,26 @@ def row_square_sum(weight: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
     """||W[n]||^2 for every row: [N] fp32 (fp64 for an fp64 weight [N, K])."""
     acc = _accumulator(weight)
     if fits_triton(weight):
-        out = torch.empty(weight.shape[0], dtype=acc, device=weight.device)
-        none = weight.new_empty(0, weight.shape[1]), weight.new_empty(weight.shape[0], 0)
-        _launch(NormEntry(weight, *none, 0.0, out), root=False)
-        return out
+        return _without_adapter(weight, root=False)
     total = torch.zeros(weight.shape[0], dtype=acc, device=weight.device)
     for columns in _column_blocks(weight, 0, chunk_bytes):
         total += _square_sum(weight[:, columns].to(acc))
     return total
+
+
+@torch.no_grad()
+def row_norm(weight: Tensor) -> Tensor:
+    """||W[n]|| for every row, [N]: to the bit what `dora_norm` gives for B = 0."""
+    if fits_triton(weight):
+        return _without_adapter(weight, root=True)
+    return row_square_sum(weight).sqrt_()
+
+
+def _without_adapter(weight: Tensor, *, root: bool) -> Tensor:
+    out = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    none = weight.new_empty(0, weight.shape[1]), weight.new_empty(weight.shape[0], 0)
+    _launch(NormEntry(weight, *none, 0.0, out), root=root)
+    return out
 
 
 def _dense_rows(
