@@ -7,9 +7,13 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     DataCollatorForSeq2Seq,
     GPT2Config,
     GPT2LMHeadModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     TrainingArguments,
 )
 from trl import SFTConfig
@@ -113,6 +117,39 @@ def test_gpt2_and_its_transposed_layers():
         model = wrap(copy.deepcopy(base), fan_in_fan_out=True, **kind)
         batch = {"input_ids": torch.randint(0, 64, (1, 8))}
         assert not diagnose(model, optimizer=adamw(model), batch=batch)
+
+
+def test_experts_that_peft_names_in_patterns_of_its_own():
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = wrap(
+        Qwen3MoeForCausalLM(config),
+        target_modules=["q_proj"],
+        target_parameters=experts,
+    )
+    model.peft_config["default"].rank_pattern = {
+        r".*\.gate_up_proj": 4
+    }  # as PEFT does for fused ones
+    batch = {"input_ids": torch.randint(0, 64, (1, 8))}
+    assert not diagnose(model, optimizer=adamw(model), batch=batch)
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", None])
+def test_a_classifier_and_its_head(task):
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    base = BertForSequenceClassification(BertConfig(**small, vocab_size=64))
+    model = wrap(base, target_modules=["query", "value"], task_type=task)
+    assert not diagnose(model, optimizer=adamw(model))
 
 
 def test_convolutions():

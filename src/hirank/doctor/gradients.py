@@ -85,7 +85,7 @@ def nothing_trainable(subject: Subject) -> str | None:
     "error",
     "Base weights are trained beside the adapter, and will not be saved with it",
     fix="Freeze them before training, or name their modules in modules_to_save.",
-    source="peft#3580; PEFT saves adapter weights and modules_to_save only",
+    source="peft#282; PEFT saves adapter weights and modules_to_save only",
 )
 def base_weights_trainable(subject: Subject) -> str | None:
     """Somebody set requires_grad on the whole model after wrapping it.
@@ -119,7 +119,7 @@ def _held(optimizer: Any) -> Iterator[Any]:
     "Trainable weights are not in the optimizer",
     fix="Make the optimizer after the adapter, from [p for p in model.parameters() if "
     "p.requires_grad].",
-    source="torchtune#2250, torchtune#1903 (magnitudes left out)",
+    source="torchtune#2250, torchtune#1903 (magnitudes left out), peft#1303",
 )
 def optimizer_misses_trainable(subject: Subject) -> str | None:
     """What no parameter group holds keeps its first value, such as DoRA's magnitudes."""
@@ -154,7 +154,7 @@ def optimizer_holds_strangers(subject: Subject) -> str | None:
     "warning",
     "The optimizer holds frozen weights",
     fix="Give it only weights that require gradients.",
-    source="peft#1303, peft#3580",
+    source="peft#1303 (an optimizer made before the adapters were switched)",
 )
 def optimizer_holds_frozen(subject: Subject) -> str | None:
     """Often a sign that something was frozen by accident after the optimizer was made."""

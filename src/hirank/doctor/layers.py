@@ -39,6 +39,12 @@ class Adapted:
     """lora_A [R, columns], lora_B [rows, R], and lora_magnitude_vector [rows] where it is DoRA."""
 
     @property
+    def parameter(self) -> str | None:
+        """The full name of the one parameter that is adapted: target_parameters."""
+        own = getattr(self.layer, "parameter_name", None)
+        return f"{self.name}.{own}" if own else None
+
+    @property
     def rank(self) -> int:
         return int(self.layer.r[self.adapter])
 

@@ -26,7 +26,7 @@ __all__ = [
     "error",
     "Adapters are merged: they take no part in the forward and get no gradient",
     fix="Call model.unmerge_adapter() before training.",
-    source="peft#1388; peft: a merged layer runs its base layer alone",
+    source="PEFT: a merged layer runs its base layer alone",
 )
 def merged_while_training(subject: Subject) -> str | None:
     """Left over from an evaluation or an export."""

@@ -25,7 +25,9 @@ TOWER = re.compile(r"(^|[._])(vision|visual|image|audio|speech)", re.IGNORECASE)
 
 
 def _adapted_by(subject: Subject, adapter: str) -> list[str]:
-    return [entry.name for entry in subject.adapted if entry.adapter == adapter]
+    """Names that patterns may mean: of layers, or of the parameters that are adapted in them."""
+    mine = [entry for entry in subject.adapted if entry.adapter == adapter]
+    return [name for entry in mine for name in (entry.name, entry.parameter) if name]
 
 
 @trap(
@@ -55,7 +57,7 @@ def saved_modules_of(subject: Subject) -> list[Any]:
     "warning",
     "A key of rank_pattern or alpha_pattern matches no adapted layer",
     fix="Correct the pattern: it is matched against the end of a layer's full name.",
-    source="peft#3581, surogate#173",
+    source="PEFT: a RuntimeWarning when the adapter is made, easily lost in a log",
 )
 def pattern_matches_nothing(subject: Subject) -> str | None:
     """The layers meant keep the general rank and alpha."""
@@ -89,7 +91,7 @@ def saved_and_targeted(subject: Subject) -> str | None:
     "warning",
     "target_modules reaches into a vision or audio tower as well",
     fix="Give target_modules as a regex for one of the towers, or use exclude_modules.",
-    source="peft#2044, halo#35 (a target list meant for the text model hits vision modules)",
+    source="peft#2044, whitecircle/halo#35 (a target list meant for the text model hits vision modules)",
 )
 def targets_reach_other_towers(subject: Subject) -> str | None:
     """The towers of a multimodal model often share names such as q_proj."""
