@@ -91,7 +91,7 @@ def saved_and_targeted(subject: Subject) -> str | None:
     "warning",
     "target_modules reaches into a vision or audio tower as well",
     fix="Give target_modules as a regex for one of the towers, or use exclude_modules.",
-    source="peft#2044, whitecircle/halo#35 (a target list meant for the text model hits vision modules)",
+    source="peft#2044, whitecircle/halo#35 (a list for the text model hits vision modules)",
 )
 def targets_reach_other_towers(subject: Subject) -> str | None:
     """The towers of a multimodal model often share names such as q_proj."""
