@@ -11,6 +11,7 @@ from hirank.kernels.blockquant import (
     power_bytes,
     quantize_affine,
     quantize_power,
+    requantize_affine,
     round_to_bf16,
 )
 
@@ -116,3 +117,15 @@ def test_bf16_stochastic_rounding_is_unbiased_and_exact_on_bf16():
     assert ((mean - x).abs() <= 5 * step / 2 / draws**0.5).all()
     already = x.bfloat16()
     assert torch.equal(round_to_bf16(already.float().expand(draws, 64), bits)[17], already)
+
+
+def test_a_grid_is_kept_while_it_fits_and_left_when_it_does_not():
+    x = torch.linspace(-1, 1, BLOCK)
+    _, scale, low = quantize_affine(x, 8)
+    _, same_scale, same_low = requantize_affine(0.9 * x, scale, low)
+    assert torch.equal(same_scale, scale) and torch.equal(same_low, low)
+    for factor in (1.001, 0.4):
+        codes, new_scale, new_low = requantize_affine(factor * x, scale, low)
+        assert new_scale != scale and 0 < codes.min() and codes.max() < 255
+        back = dequantize_affine(codes, new_scale, new_low, BLOCK, 8, torch.float32)
+        assert (back - factor * x).abs().max() <= 0.5001 * new_scale

@@ -34,11 +34,14 @@ __all__ = [
     "power_bytes",
     "quantize_affine",
     "quantize_power",
+    "requantize_affine",
     "round_to_bf16",
 ]
 
 BLOCK = 256
 """Numbers that share a scale."""
+ROOM = 1 / 32
+"""Share of a block's width that `requantize_affine` leaves at either end of a new grid."""
 
 
 def _blocks(flat: Tensor) -> Tensor:
@@ -57,14 +60,39 @@ def quantize_affine(
     x: Tensor, bits: int, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (uint8; packed for 4 bits), scale and low of each block."""
-    flat, n = x.reshape(-1), x.numel()
-    blocks = _blocks(flat)
+    blocks = _blocks(x.reshape(-1))
     low, high = blocks.amin(1), blocks.amax(1)
     scale = (high - low) / (2**bits - 1)
+    codes = _codes(blocks, scale, low, bits, x.numel(), noise)
+    return (codes if bits == 8 else _packed(codes)), scale, low
+
+
+def requantize_affine(
+    x: Tensor, scale: Tensor, low: Tensor, noise: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `quantize_affine` in 8 bits, on the old grid of every block that still fits it.
+
+    A number that did not move is then a code exactly, and rounding is noise only for what moved.
+    On a grid that follows each change of a block's extremes, all 256 numbers would be rounded anew
+    at every step. A block that does not fit gets a grid with room to move; so does one that fills
+    less than half of its grid.
+    """
+    blocks = _blocks(x.reshape(-1))
+    least, most = blocks.amin(1), blocks.amax(1)
+    width, reach = most - least, scale * 255
+    slack = scale / 256  # what reading a code back may err by, and far below half a step
+    fits = (least >= low - slack) & (most <= low + reach + slack) & (2 * width >= reach)
+    low = torch.where(fits, low, least - ROOM * width)
+    scale = torch.where(fits, scale, (1 + 2 * ROOM) * width / 255)
+    return _codes(blocks, scale, low, 8, x.numel(), noise), scale, low
+
+
+def _codes(
+    blocks: Tensor, scale: Tensor, low: Tensor, bits: int, n: int, noise: Tensor | None
+) -> Tensor:
     # Blocks of equal numbers have no step: every code is 0 there, and low says it all.
     ticks = (blocks - low[:, None]) / torch.where(scale > 0, scale, 1)[:, None]
-    codes = _rounded(ticks.view(-1)[:n], noise).clamp_(0, 2**bits - 1).to(torch.uint8)
-    return (codes if bits == 8 else _packed(codes)), scale, low
+    return _rounded(ticks.view(-1)[:n], noise).clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
 def _rounded(ticks: Tensor, noise: Tensor | None) -> Tensor:

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from hirank.errors import HirankError
 from hirank.optim import bases, rules
-from hirank.optim.hyper import Hyper, hyper_of
+from hirank.optim.hyper import Hyper
 from hirank.optim.optimizer import LowRankAdamW
 
 __all__ = ["StepInBackward"]
@@ -83,10 +83,10 @@ class StepInBackward:
         self.loss_scale: float | Tensor = 1.0
         self.calls = 0
         self._done: set[Tensor] = set()
-        self._groups = {p: g for g in optimizer.param_groups for p in g["params"]}
+        self._params = [p for group in optimizer.param_groups for p in group["params"]]
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook)
-            for p in self._groups
+            for p in self._params
             if p.requires_grad
         ]
         optimizer._engine = self
@@ -113,7 +113,7 @@ class StepInBackward:
             self.close()
 
     def _drop(self) -> None:
-        for p in self._groups:
+        for p in self._params:
             for key in (_REDUCED, _DENSE, _COUNT):
                 self.optimizer.state[p].pop(key, None)
         self._done.clear()
@@ -131,7 +131,7 @@ class StepInBackward:
                 f"call optimizer.step() after every {self.micro_batches} backward passes, or give "
                 "micro_batches the number of passes in a step."
             )
-        state, hyper = self.optimizer.state_of(p), hyper_of(self._groups[p])
+        state, hyper = self.optimizer.state_of(p), self.optimizer.hyper_of(p)
         self._add(p, self._unscaled(grad), state, hyper)
         if state[_COUNT] == self.micro_batches:
             self._complete(p, state, hyper)
@@ -185,7 +185,7 @@ class StepInBackward:
                 if part is not None:
                     part.mul_(factor.to(part.device))
         grad = dense if dense is not None else reduced
-        self.optimizer.step_parameter(p, grad, self._groups[p], hyper, reduced=reduced)
+        self.optimizer.step_parameter(p, grad, hyper, reduced=reduced)
         self.calls += 1
 
     # The window ends.
@@ -193,25 +193,23 @@ class StepInBackward:
     @torch.no_grad()
     def close(self) -> None:
         """Step what still waits, and count what was skipped. `optimizer.step()` calls this."""
-        hypers = {id(group): hyper_of(group) for group in self.optimizer.param_groups}
-        waiting = [p for p in self._groups if _COUNT in self.optimizer.state[p]]
+        waiting = [p for p in self._params if _COUNT in self.optimizer.state[p]]
         for p in waiting:
             if p not in self._done:  # fewer passes than expected: an expert, an epoch's last window
-                self._complete(p, self.optimizer.state[p], hypers[id(self._groups[p])])
+                self._complete(p, self.optimizer.state[p], self.optimizer.hyper_of(p))
         if self.clip is not None and waiting:
-            self._step_clipped(waiting, hypers)
+            self._step_clipped(waiting, self.clip)
         self._done.clear()
         self.optimizer.settle()
 
-    def _step_clipped(self, waiting: list[Tensor], hypers: dict[int, Hyper]) -> None:
-        assert self.clip is not None
+    def _step_clipped(self, waiting: list[Tensor], clip: float) -> None:
         states = [self.optimizer.state[p] for p in waiting]
-        held = [state.get(_REDUCED, state.get(_DENSE)) for state in states]
+        held: list[Tensor] = [state.get(_REDUCED, state.get(_DENSE)) for state in states]
         norms = [torch.linalg.vector_norm(part, dtype=_wide(part)) for part in held]
         total = torch.stack([norm.to(norms[0].device) for norm in norms]).norm()
-        factor = (self.clip / (total + 1e-6)).clamp(max=1.0)
+        factor = (clip / (total + 1e-6)).clamp(max=1.0)
         for p, state in zip(waiting, states, strict=True):
-            self._step(p, state, hypers[id(self._groups[p])], factor)
+            self._step(p, state, self.optimizer.hyper_of(p), factor)
 
     def waiting_bytes(self) -> int:
         """Bytes of the gradients that wait now, projected or in full."""

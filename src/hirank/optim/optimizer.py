@@ -35,7 +35,6 @@ class Stepped(NamedTuple):
     """A step whose outcome the host does not know yet, and what the counters were before it."""
 
     p: Tensor
-    group: dict[str, Any]
     ok: Tensor
     before: dict[str, int]
 
@@ -59,6 +58,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         named = read_options(options, self.settings)
         hyper = replace(self.settings, **named)
         self._index: dict[Tensor, int] = {}
+        self._group: dict[Tensor, dict[str, Any]] = {}
         self._pending: list[Stepped] = []
         self._engine: StepInBackward | None = None
         super().__init__(groups_of(params, hyper), {**asdict(hyper), "skipped": 0})
@@ -72,15 +72,16 @@ class LowRankAdamW(torch.optim.Optimizer):
         added = self.param_groups[-1]
         for p in added["params"]:
             refuse(p)
-            self._index[p] = len(self._index)
+            self._index[p], self._group[p] = len(self._index), added
         report_rank(added["params"], added["rank"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickled or copied: find the parameters' numbers again."""
+        """Unpickled, copied, or loaded: the groups are other objects than before."""
         super().__setstate__(state)
-        params = [p for group in self.param_groups for p in group["params"]]
-        self._index = {p: i for i, p in enumerate(params)}
-        self._pending, self._engine = [], None
+        self._group = {p: group for group in self.param_groups for p in group["params"]}
+        self._index = {p: i for i, p in enumerate(self._group)}
+        self._pending = []
+        self._engine = getattr(self, "_engine", None)  # a copy has none, a loaded one keeps its own
 
     # Steps.
 
@@ -97,18 +98,12 @@ class LowRankAdamW(torch.optim.Optimizer):
             hyper = hyper_of(group)
             for p in group["params"]:
                 if p.grad is not None:
-                    self.step_parameter(p, p.grad, group, hyper)
+                    self.step_parameter(p, p.grad, hyper)
         self.settle()
         return loss
 
     def step_parameter(
-        self,
-        p: Tensor,
-        grad: Tensor,
-        group: dict[str, Any],
-        hyper: Hyper,
-        *,
-        reduced: Tensor | None = None,
+        self, p: Tensor, grad: Tensor, hyper: Hyper, *, reduced: Tensor | None = None
     ) -> None:
         """Step one parameter, from R if that is known; `settle` comes later."""
         state = self.state_of(p)
@@ -119,7 +114,7 @@ class LowRankAdamW(torch.optim.Optimizer):
             ok = rules.apply_reduced(p, reduced, grad, state, hyper)
         else:
             ok = rules.galore_adam_step(p, grad, state, hyper)
-        self._pending.append(Stepped(p, group, ok, before))
+        self._pending.append(Stepped(p, ok, before))
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
         """A parameter's state, with its number in it."""
@@ -131,6 +126,10 @@ class LowRankAdamW(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[p]
         state.setdefault("index", self._index[p])
         return state
+
+    def hyper_of(self, p: Tensor) -> Hyper:
+        """The settings of a parameter's group, as they are now."""
+        return hyper_of(self._group[p])
 
     def settle(self) -> None:
         """Ask the device once which steps were skipped; put their counters back and say so."""
@@ -145,12 +144,12 @@ class LowRankAdamW(torch.optim.Optimizer):
         state = self.state[stepped.p]
         counters = {"step": 0, "age": 0} if "age" in state else {}
         state.update(counters | stepped.before)
-        stepped.group["skipped"] += 1
-        name = self._name(stepped.p, stepped.group)
+        self._group[stepped.p]["skipped"] += 1
+        name = self._name(stepped.p)
         log.warning(f"non-finite gradient of {name}: its step {state.get('step', 0)} is skipped")
 
-    def _name(self, p: Tensor, group: dict[str, Any]) -> str:
-        index = self._index[p]
+    def _name(self, p: Tensor) -> str:
+        index, group = self._index[p], self._group[p]
         names = group.get("param_names")
         if names is None:
             return f"parameter {index} {tuple(p.shape)}"

@@ -60,7 +60,7 @@ def adam_direction(
 ) -> Tensor:
     """Move the moments of a flat span towards `grad`; the bias-corrected direction, 0 if not ok."""
     (b1, b2), age = hyper.betas, state["age"]
-    old_m, old_v = moments.read(state, FIRST, span), moments.read(state, SECOND, span)
+    old_m, old_v = (moments.read(state, n, span).to(grad.dtype) for n in (FIRST, SECOND))
     m = torch.lerp(old_m, grad, 1 - b1)
     v = (old_v * b2).addcmul_(grad, grad, value=1 - b2)
     moments.write(state, FIRST, span, m, ok, draw)

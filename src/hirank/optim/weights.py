@@ -22,6 +22,7 @@ from hirank.kernels.blockquant import (
     affine_bytes,
     dequantize_affine,
     quantize_affine,
+    requantize_affine,
     round_to_bf16,
 )
 
@@ -78,7 +79,7 @@ class Int8Weight(Tensor):
     def store(self, span: slice, value: Tensor, noise: Tensor | None) -> None:
         """Quantise flat `value` into a span that starts and ends with a block (or with the end)."""
         blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
-        codes, scale, low = quantize_affine(value, 8, noise)
+        codes, scale, low = requantize_affine(value, self.scale[blocks], self.low[blocks], noise)
         self.codes[span], self.scale[blocks], self.low[blocks] = codes, scale, low
 
     def __repr__(self) -> str:  # type: ignore[override]
