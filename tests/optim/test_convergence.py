@@ -64,10 +64,8 @@ def test_a_low_rank_regression(cls: type, options: dict):
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=str)
 def test_a_matrix_factorisation(cls: type, options: dict):
     """min |A B - T|^2, not convex."""
-    a, b = (
-        nn.Parameter(0.3 * parameter(*s, seed=i).detach())
-        for i, s in ((1, (24, 12)), (2, (12, 40)))
-    )
+    a = nn.Parameter(0.3 * parameter(24, 12, seed=1).detach())
+    b = nn.Parameter(0.3 * parameter(12, 40, seed=2).detach())
     target = (parameter(24, 4, seed=3) @ parameter(4, 40, seed=4)).detach() / 2
     assert minimised(cls, options, lambda: (a @ b - target).square().mean(), [a, b], 500) < 0.01
 
