@@ -90,3 +90,10 @@ def fresh_norm(layer: Any, name: str = "default") -> Tensor:
     """The norm by its definition, in fp64."""
     A, B, _, s = factors(layer, name)
     return (layer.base_layer.weight.detach().double() + s * B @ A).norm(dim=1)
+
+
+def checkpoint(model, use_reentrant):
+    """By the name Transformers 5.24 has for it, or by that of 5.17."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": use_reentrant})

@@ -20,6 +20,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import hirank
 from adapters.setups import (
     Lin,
+    checkpoint,
     factors,
     fresh_norm,
     layer_of,
@@ -408,13 +409,6 @@ def test_d54_gradients_do_not_depend_on_checkpointing():
         other = grads(checkpointing)
         assert plain.keys() == other.keys()
         assert all(torch.equal(plain[n], other[n]) for n in plain)
-
-
-def checkpoint(model, use_reentrant):
-    """By the name Transformers 5.24 has for it, or by that of 5.17."""
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable({"use_reentrant": use_reentrant})
 
 
 def wrap_llama(**config):

@@ -17,17 +17,25 @@ two ways to mean that with DoRA, and both have the output without dropout as the
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hirank.adapters.gain import NormCache
 from hirank.kernels.dora_compose import dora_compose
 from hirank.kernels.dora_linear import compute_dtype, fitted, owned_linear
 
-__all__ = ["Adapter", "composed_forward", "owned_forward"]
+__all__ = ["Adapter", "Norms", "composed_forward", "owned_forward"]
+
+
+class Norms(Protocol):
+    """Where the row norm comes from: a `NormCache`, or what stands in for one."""
+
+    def norm(
+        self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
+    ) -> Tensor:
+        """||W + s B A|| per row, [N] fp32, for A and B as cast to `dtype`."""
 
 
 class Adapter(NamedTuple):
@@ -38,7 +46,7 @@ class Adapter(NamedTuple):
     magnitude: Tensor | None  # [N]; None: plain LoRA
     scale: float
     dropout: nn.Module | None  # None: not in play
-    norms: NormCache | None  # None with plain LoRA
+    norms: Norms | None  # None with plain LoRA
     single_gemm: bool = False  # dropout without a second base GEMM
 
 

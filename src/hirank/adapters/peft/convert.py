@@ -9,6 +9,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from hirank.adapters.gain import base_norm
+from hirank.adapters.groups import Family
 from hirank.adapters.peft.check import check_adapters, check_backend_of
 from hirank.adapters.peft.layer import FastLinear, magnitude_of, norms_of
 from hirank.adapters.peft.options import Options, options
@@ -47,7 +48,13 @@ def _fresh_magnitude(where: str, layer: Any, name: str) -> None:
 
 
 def convert(
-    layer: Any, name: str, wanted: Options, *, just_made: bool = False, again: bool = True
+    layer: Any,
+    name: str,
+    wanted: Options,
+    family: Family,
+    *,
+    just_made: bool = False,
+    again: bool = True,
 ) -> None:
     """Convert one layer if it is of a known kind.
 
@@ -55,13 +62,14 @@ def convert(
         layer: any LoRA layer of PEFT's.
         name: what to call it.
         wanted: how it is to compute.
+        family: the norms of all layers of its model.
         just_made: by `patch`; m is right already.
         again: whether `wanted` replaces what an already converted layer has.
     """
     known = type(layer) is peft_lora.Linear and type(layer.base_layer) is nn.Linear
     if known:
         layer.__class__ = FastLinear
-        layer._hirank_norms, layer._hirank_base = {}, None
+        layer._hirank_norms, layer._hirank_base, layer._hirank_family = {}, None, family
     elif type(layer) is not FastLinear:
         return
     if known or again:
@@ -112,8 +120,10 @@ def accelerate(model: Model, *, backend: str = "auto", dropout: str = "peft") ->
         if _convertible(layer):
             check_backend_of(name, layer, backend)
             check_adapters(name, layer)
+    families = [layer._hirank_family for layer in layers.values() if type(layer) is FastLinear]
+    family = families[0] if families else Family()
     for name, layer in layers.items():
-        convert(layer, name, wanted)
+        convert(layer, name, wanted, family)
     return model
 
 

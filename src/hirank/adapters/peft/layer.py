@@ -11,11 +11,13 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from hirank.adapters.gain import NormCache
+from hirank.adapters.groups import Family
 from hirank.adapters.layers import Adapter, composed_forward, owned_forward
 from hirank.adapters.merge import Increment, merge_into
 from hirank.adapters.peft.check import check_backend_of, check_shapes, fault_of_call
 from hirank.adapters.peft.options import Options
-from hirank.adapters.peft.route import Known, adapter_obstacle, base_obstacle
+from hirank.adapters.peft.route import Known, adapter_obstacle, base_obstacle, present, route
+from hirank.adapters.traced import TracedNorms, traced_linear
 
 __all__ = ["FastLinear", "magnitude_of", "norms_of"]
 
@@ -25,12 +27,16 @@ class FastLinear(peft_lora.Linear):
 
     _hirank_known: "Known | None"  # the last route, for as long as it holds
     _hirank_norms: dict[str, NormCache]
+    _hirank_family: Family  # the norms of all layers of its model
     _hirank_base: Tensor | None  # the base weight while adapters are merged into it
     _hirank_options: Options
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:  # adapter_names, aLoRA offsets, or a base layer with more arguments
             return super().forward(x, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            found = _traced_forward(self, x)
+            return super().forward(x) if found is None else found
         known = self._hirank_known
         try:
             if known is None or not known.holds(self):
@@ -46,6 +52,11 @@ class FastLinear(peft_lora.Linear):
             if fault is None:
                 raise
             raise fault from error
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name in list(self._hirank_norms):
+            norms_of(self, name)  # a copy's own
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As PEFT's, but accumulated in fp32 and rounded once; `unmerge` is then exact."""
@@ -97,6 +108,36 @@ def magnitude_of(layer: Any, name: str) -> Tensor | None:
     return magnitude
 
 
+def _traced_forward(layer: Any, x: Tensor) -> Tensor | None:
+    """As `FastLinear.forward`, of what a compiler can trace and guard; None where PEFT is to run.
+
+    What it looks at becomes a guard, so nothing here may differ from step to step or, among layers
+    that are alike, from layer to layer.
+    """
+    tier = route(layer).tier
+    if tier == "peft":
+        return None
+    base, backend = layer.base_layer, layer._hirank_options.backend
+    adapters = [_traced_adapter(layer, name) for name in present(layer)]
+    if tier == "composed":
+        return composed_forward(x, base, base.weight, base.bias, adapters, backend)
+    A, B, magnitude, scale, *_ = adapters[0]
+    return traced_linear(x, base.weight, A, B, magnitude, base.bias, scale, backend)
+
+
+def _traced_adapter(layer: Any, name: str) -> Adapter:
+    dropout = layer.lora_dropout[name] if layer.training else None
+    return Adapter(
+        layer.lora_A[name].weight,
+        layer.lora_B[name].weight,
+        magnitude_of(layer, name),
+        layer.scaling[name],
+        None if isinstance(dropout, nn.Identity) else dropout,
+        TracedNorms(),
+        layer._hirank_options.single_gemm,
+    )
+
+
 def _adapters(layer: Any, names: list[str]) -> list[Adapter]:
     settings: Options = layer._hirank_options
     check_shapes(settings.name, layer, names)
@@ -125,7 +166,7 @@ def norms_of(layer: Any, name: str) -> NormCache:
     if norms is None or norms.owner() is not layer:  # new, or a copy made with its layer
         owner = weakref.ref(layer)
         source = functools.partial(_norm_inputs, owner, name)
-        norms = layer._hirank_norms[name] = NormCache(source, owner)
+        norms = layer._hirank_norms[name] = NormCache(source, owner, layer._hirank_family)
     return norms
 
 

@@ -1,6 +1,7 @@
 """Making PEFT create converted layers itself, for models yet to be made."""
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import nn
 
 from hirank.adapters.gain import base_norm
+from hirank.adapters.groups import Family
 from hirank.adapters.peft.convert import convert
 from hirank.adapters.peft.options import Options, options
 from hirank.adapters.peft.route import plain_tensor
@@ -20,6 +22,7 @@ __all__ = ["Patch", "patch_peft"]
 
 _undo: list[tuple[Any, str, Any]] = []
 _patches: dict[int, Options] = {}  # the last one made decides
+_families: "weakref.WeakKeyDictionary[Any, Family]" = weakref.WeakKeyDictionary()
 
 
 class Patch:
@@ -91,7 +94,8 @@ def _converting(original: Callable[..., None]) -> Callable[..., None]:
         made = getattr(parent, target_name)
         if isinstance(made, peft_lora.Linear) and _patches:
             *_, wanted = _patches.values()
-            convert(made, current_key, wanted, just_made=True, again=False)
+            family = _families.setdefault(self, Family())
+            convert(made, current_key, wanted, family, just_made=True, again=False)
 
     return create_and_replace
 

@@ -1,0 +1,311 @@
+"""On a GPU: the norms of all layers of a model, brought up to date together.
+
+A pass through the model runs each layer once, so a layer that comes by for the second time since
+the last refresh begins a new pass, and refreshes all. What the host can see (an optimizer's step,
+a version, an address, a scale) is computed again whatever the prints say; the device compares the
+prints of the others (`kernels/norm_table`). Nothing waits.
+
+Threads share all of it. A call that finds its norm in order takes no lock; whatever changes
+something takes one. Passes are counted for each thread on its own, and a stream that is not the
+one of the last refresh waits for it, on the device.
+
+While a CUDA graph is being captured nothing is known of the times when it will be played, so the
+refresh itself is recorded, once a graph: played, it compares the prints and computes what changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hirank.adapters.capture import capture_id, capturing, raw_stream
+from hirank.kernels.dora_norm import fits_triton
+from hirank.kernels.norm_replay import ReplayableNormTable
+from hirank.kernels.norm_table import NormEntry
+
+if TYPE_CHECKING:
+    from hirank.adapters.gain import NormCache
+
+__all__ = ["Family", "Group", "Member", "Source", "in_backward", "version"]
+
+Source = Callable[[], tuple[Tensor, Tensor, Tensor, float] | None]
+"""Where a cache finds W, A, B and s at any time; None once the layer is gone."""
+
+LOCK = threading.RLock()
+
+_STEPS = itertools.count(1)
+_step = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _step
+    _step = next(_STEPS)
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+def version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Family:
+    """The caches of one model. A copy is the family of the copied layers, and empty."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        """Caches that came, went or forgot so far."""
+        self._caches: list[weakref.ref[NormCache]] = []
+        self._groups: dict[tuple[Any, ...], Group] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Family:
+        return Family()
+
+    def __reduce__(self) -> tuple[type[Family], tuple[()]]:
+        return Family, ()
+
+    def join(self, cache: NormCache) -> None:
+        with LOCK:
+            self._caches.append(weakref.ref(cache, self._leave))
+            self.changes += 1
+
+    def _leave(self, ref: weakref.ref[NormCache]) -> None:
+        self._caches.remove(ref)
+
+    def caches(self) -> list[NormCache]:
+        return [found for ref in list(self._caches) if (found := ref()) is not None]
+
+    def group(
+        self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype
+    ) -> Group | None:
+        """The group for such weights; None where the kernels do not take them."""
+        key = _key(weight, lora_A, lora_B, dtype)
+        if key is None:
+            return None
+        with LOCK:
+            if key not in self._groups:
+                self._groups[key] = Group(self, key)
+            return self._groups[key]
+
+
+def _key(weight: Tensor, lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype) -> Any:
+    """What the layers of a group have in common."""
+    fits = (
+        fits_triton(weight, lora_A, lora_B)
+        and dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and lora_A.dtype == lora_B.dtype
+        and weight.device == lora_A.device == lora_B.device
+        and lora_A.shape[1] == weight.shape[1]
+        and tuple(lora_B.shape) == (weight.shape[0], lora_A.shape[0])
+    )
+    return (weight.device, weight.dtype, lora_A.dtype, dtype) if fits else None
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """The place of one cache in a group."""
+
+    group: Group
+    norm: Tensor  # [N]
+    seen: dict[int, int | None] = field(default_factory=dict)
+    """By thread: the last pass of that thread in which it came by."""
+    visible: tuple[Any, ...] = ()
+
+    def serves(self, lora_A: Tensor, lora_B: Tensor, scale: float) -> bool:
+        """Whether the norm is good for this call: the hot path, so few and cheap."""
+        group, thread = self.group, threading.get_ident()
+        turn = group.passes.get(thread)
+        good = (
+            group.built == group.family.changes
+            and ((turn is not None and self.seen.get(thread) != turn) or in_backward())
+            and self.visible == (scale, version(lora_A), version(lora_B))
+            and (group.step == _step or not lora_A.requires_grad)
+            and (group.index is None or group.in_order(group.index))
+        )
+        if good:
+            self.seen[thread] = turn
+        return good
+
+
+class Group:
+    """The caches of one model that share a device and dtypes."""
+
+    def __init__(self, family: Family, key: tuple[Any, ...]) -> None:
+        self.family = family
+        self.passes: dict[int, int] = {}
+        """By thread: how many passes it began."""
+        self.built = -1
+        """How many changes of the family the table has seen."""
+        self.step = -1
+        self.index: int | None = key[0].index if key[0].type == "cuda" else None
+        self._key = key
+        self._device: torch.device = key[0]
+        self._dtype: torch.dtype = key[-1]
+        self._caches: list[weakref.ref[NormCache]] = []
+        self._marks: list[tuple[Any, ...]] = []
+        self._table: ReplayableNormTable | None = None
+        self._stream = 0
+        self._done: torch.cuda.Event | None = None
+        self._capture: int | None = None
+        self._is_recorded = False
+
+    def in_order(self, index: int) -> bool:
+        """Whether what is launched now comes after the last refresh, and is not recorded."""
+        stream = raw_stream(index)
+        return stream == self._stream and not (stream and capturing())
+
+    def computed(self, cache: NormCache) -> int:
+        """How often the table computed the norm of one cache. Waits for the device."""
+        with LOCK:
+            counts = [] if self._table is None else self._table.computed.tolist()
+            found = (n for c, n in zip(self._caches, counts, strict=True) if c() is cache)
+            return next(found, 0)
+
+    def norm(self, cache: NormCache, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
+        """The norm of one cache, all others brought up to date with it."""
+        with LOCK:
+            self._wait()
+            member = cache.members.get(self._dtype)
+            if member is None or member.group is not self:
+                self.built = -1
+            elif member.serves(lora_A, lora_B, scale):  # another thread was quicker
+                return member.norm
+            self.refresh()
+            thread, member = threading.get_ident(), cache.members[self._dtype]
+            turn = self.passes[thread] = self.passes.get(thread, 0) + 1
+            member.seen[thread] = turn
+            return member.norm
+
+    def _wait(self) -> None:
+        stream = 0 if self.index is None else raw_stream(self.index)
+        if stream != self._stream and self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._stream = stream
+
+    def refresh(self) -> None:
+        """Compute what visibly changed, and let the device look for what did not show."""
+        changes, step = self.family.changes, _step
+        found = self._survey()
+        if self.built != changes or _places(found.marks) != _places(self._marks):
+            found = self._rebuild()
+        visible = self._visible(found, step)
+        assert self._table is not None
+        self._table.refresh(force=len(visible) == len(found.entries) or visible or False)
+        # what the host knows, only now: another thread may act on it at once
+        self._marks, self.step, self.built = found.marks, step, changes
+        for member, mark in zip(found.members, found.marks, strict=True):
+            member.visible = mark[6:9]
+        if self.index is not None:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(torch.cuda.current_stream(self._device))
+
+    def _here(self) -> list[tuple[NormCache, tuple[Tensor, Tensor, Tensor, float]]]:
+        """The caches that belong to the group as things are now, and what they watch."""
+        found = []
+        for cache in self.family.caches():
+            inputs = cache.source()
+            if inputs is not None:
+                weight, A, B, _ = inputs
+                if _key(weight, A, B, self._dtype) == self._key:
+                    found.append((cache, inputs))
+        return found
+
+    def _survey(self) -> _Survey:
+        found = _Survey([], [], [], [])
+        for cache, (weight, A, B, scale) in self._here():
+            member = cache.members.get(self._dtype)
+            if member is None or member.group is not self:
+                fresh = torch.empty(weight.shape[0], device=self._device)
+                member = cache.members[self._dtype] = Member(self, fresh)
+            entry = NormEntry(weight, A, B, scale, member.norm)
+            found.caches.append(weakref.ref(cache))
+            found.members.append(member)
+            found.entries.append(entry)
+            found.marks.append(_mark(entry))
+        return found
+
+    def _rebuild(self) -> _Survey:
+        counts = [] if self._table is None else self._table.computed.tolist()
+        for ref, count in zip(self._caches, counts, strict=True):
+            cache = ref()
+            if cache is not None:
+                cache.counted += count
+                if self._is_recorded:  # the norms belong to a graph now
+                    cache.members.pop(self._dtype, None)
+        found = self._survey()
+        self._table = ReplayableNormTable(found.entries, self._dtype)
+        self._caches, self._marks = found.caches, []
+        self._capture, self._is_recorded = None, False
+        return found
+
+    def _visible(self, found: _Survey, step: int) -> list[int]:
+        if not self._marks:
+            return list(range(len(found.entries)))
+        stepped = self.step != step
+        return [
+            i
+            for i, (entry, mark) in enumerate(zip(found.entries, found.marks, strict=True))
+            if mark != self._marks[i] or (stepped and entry.lora_A.requires_grad)
+        ]
+
+    def record(self, cache: NormCache) -> Tensor | None:
+        """The norm for a graph that is being captured; None: the table does not know the weights.
+
+        Host and device stay as they are: nothing runs before the graph is played.
+        """
+        with LOCK:
+            member = cache.members.get(self._dtype)
+            if self._table is None or member is None or member.group is not self:
+                return None
+            number = None if self.index is None else capture_id(raw_stream(self.index))
+            if number is None or number != self._capture:
+                if not self._knows_all():
+                    return None
+                self._table.refresh()
+                self._capture, self._is_recorded = number, True
+            if self._table not in cache.recorded:
+                cache.recorded.append(self._table)
+            return member.norm
+
+    def _knows_all(self) -> bool:
+        """Whether the table is built on the weights as they are, but for the values of A and B."""
+        marks = []
+        for cache, (weight, A, B, scale) in self._here():
+            member = cache.members.get(self._dtype)
+            if member is None or member.group is not self:
+                return False
+            marks.append(_mark(NormEntry(weight, A, B, scale, member.norm)))
+        return [mark[:7] for mark in marks] == [mark[:7] for mark in self._marks]
+
+
+class _Survey(NamedTuple):
+    """What belongs to a group as things are now, in one order."""
+
+    caches: list[weakref.ref[NormCache]]
+    members: list[Member]
+    entries: list[NormEntry]
+    marks: list[tuple[Any, ...]]
+
+
+def _mark(entry: NormEntry) -> tuple[Any, ...]:
+    """Addresses, shape and version of W; then scale and versions of A and B."""
+    weight, A, B, scale, norm = entry
+    pointers = (weight.data_ptr(), A.data_ptr(), B.data_ptr(), norm.data_ptr())
+    return (*pointers, A.shape, version(weight), scale, version(A), version(B))
+
+
+def _places(marks: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """What a table is built on."""
+    return [(*mark[:5], mark[6]) for mark in marks]
