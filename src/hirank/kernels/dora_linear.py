@@ -47,6 +47,7 @@ from hirank.kernels.joined_gemm import joined_gemm, joined_tile
 
 __all__ = ["BACKENDS", "DoraLinearGrads", "compute_dtype", "dora_linear"]
 __all__ += ["GainPass", "dora_linear_bwd_ref", "dora_linear_fwd_ref", "fitted", "owned_linear"]
+__all__ += ["Weights", "activations", "differentiable_grads", "gain_pass_for", "join_"]
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -97,16 +98,28 @@ def dora_linear_fwd_ref(
             by_column=True, magnitude=magnitude, norm=norm, bias=bias,
         )  # fmt: skip
         return y, h
-    u = F.linear(x, weight, bias)
+    return join_(F.linear(x, weight, bias), h, B, magnitude, norm, bias, gain_pass), h
+
+
+def join_(
+    u: Tensor,
+    h: Tensor,
+    B: Tensor,
+    magnitude: Tensor | None,
+    norm: Tensor | None,
+    bias: Tensor | None,
+    gain_pass: GainPass = REFERENCE,
+) -> Tensor:
+    """u <- g (u + h B^T) + (1 - g) b in place, where u [..., N] is the base layer's output."""
     results = u.view(-1, u.shape[-1])
     lora = None
-    if magnitude is None or x.dtype not in (torch.bfloat16, torch.float16):
+    if magnitude is None or u.dtype not in (torch.bfloat16, torch.float16):
         results.addmm_(h, B.t())
     else:
         lora = h @ B.t()  # apart: the sum would be rounded before the gain, and then again
     if magnitude is not None and norm is not None:
         gain_pass.forward_(results, magnitude, norm, bias, lora)
-    return u, h
+    return u
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -184,7 +197,7 @@ def _plain(
     return v if bias is None else v + bias
 
 
-class _Weights(NamedTuple):
+class Weights(NamedTuple):
     """What a call depends on besides activations. Kept by reference: weights need no saving."""
 
     lora_A: Tensor
@@ -200,7 +213,7 @@ class _Weights(NamedTuple):
         return [t._version for t in trained if t is not None and t.requires_grad]
 
 
-def _activations(ctx: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def activations(ctx: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """x, h and y as saved; y comes back as None if later code overwrote it in place."""
     if ctx.versions != ctx.weights.versions():
         raise RuntimeError(
@@ -242,17 +255,18 @@ class _DoraLinear(torch.autograd.Function):
         if True in needs:
             # each saved tensor costs the host a few calls under checkpointing: only activations
             ctx.save_for_backward(x, h, y if needs[3] else None)
-            ctx.weights = _Weights(lora_A, lora_B, magnitude, bias, weight, norm)
+            ctx.weights = Weights(lora_A, lora_B, magnitude, bias, weight, norm)
             ctx.versions = ctx.weights.versions()
             ctx.scale, ctx.gain_pass = scale, gain_pass
         return y
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
-        x, h, y = _activations(ctx)
-        weights: _Weights = ctx.weights
+        x, h, y = activations(ctx)
+        weights: Weights = ctx.weights
         if torch.is_grad_enabled():  # double backward: rare, so by autograd on the plain formula
-            return *_differentiable_grads(ctx, x, dys[0]), None, None, None, None
+            grads = differentiable_grads(weights, ctx.needs_input_grad[:5], ctx.scale, x, dys[0])
+            return *grads, None, None, None, None
         dx, *grads = dora_linear_bwd_ref(
             _rows(dys[0]), _rows(x), h, None if y is None else _rows(y), weights.weight,
             weights.lora_A, weights.lora_B, weights.magnitude, weights.norm, weights.bias,
@@ -261,15 +275,18 @@ class _DoraLinear(torch.autograd.Function):
         return None if dx is None else dx.view(x.shape), *grads, None, None, None, None
 
 
-def _differentiable_grads(ctx: Any, x: Tensor, dy: Tensor) -> list[Tensor | None]:
-    lora_A, lora_B, magnitude, bias, weight, norm = ctx.weights
+def differentiable_grads(
+    weights: Weights, needs: Sequence[bool], scale: float, x: Tensor, dy: Tensor
+) -> list[Tensor | None]:
+    """Gradients of x, A, B, magnitude and bias that can be differentiated again."""
+    lora_A, lora_B, magnitude, bias, weight, norm = weights
     inputs = [x, lora_A, lora_B, magnitude, bias]
-    wanted = [t for t, need in zip(inputs, ctx.needs_input_grad, strict=False) if need]
-    y = _plain(x, weight, lora_A, lora_B, magnitude, norm, bias, ctx.scale)
+    wanted = [t for t, need in zip(inputs, needs, strict=True) if need]
+    y = _plain(x, weight, lora_A, lora_B, magnitude, norm, bias, scale)
     grads = iter(
         torch.autograd.grad(y, [t for t in wanted if t is not None], dy, create_graph=True)
     )
-    return [next(grads) if need else None for need in ctx.needs_input_grad[:5]]
+    return [next(grads) if need else None for need in needs]
 
 
 def fitted(x: Tensor, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,7 +378,7 @@ def owned_linear(
     """`dora_linear` without its checks: x and weight are in the compute dtype, shapes fit."""
     if bias is not None and bias.dtype != weight.dtype:
         bias = bias.to(weight.dtype)
-    gain_pass = _pass_of(backend, x, weight)
+    gain_pass = gain_pass_for(backend, x, weight.shape[0])
     if not torch.is_grad_enabled():
         if backend != "torch" and decodes(x, weight, lora_A, lora_B):
             return dora_decode(x, weight, lora_A, lora_B, magnitude, norm, bias, scale)
@@ -374,11 +391,11 @@ def owned_linear(
     return y
 
 
-def _pass_of(backend: str, x: Tensor, weight: Tensor) -> GainPass:
-    n, k = weight.shape
+def gain_pass_for(backend: str, x: Tensor, n: int) -> GainPass:
+    """Which pass joins the branches of a layer with x [..., K] and N = n out features."""
     if backend == "auto":
-        training = torch.is_grad_enabled()
-        return FUSED if pays(x.numel() // max(k, 1) * n, x.device, training) else REFERENCE
+        elements = x.numel() // max(x.shape[-1], 1) * n
+        return FUSED if pays(elements, x.device, torch.is_grad_enabled()) else REFERENCE
     if backend == "torch":
         return REFERENCE
     if backend != "triton":
