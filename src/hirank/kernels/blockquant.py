@@ -107,12 +107,12 @@ def dequantize_affine(
     """[n] numbers of `dtype`."""
     if bits == 4:
         codes = _unpacked(codes, n)
-    each = codes.new_empty(0, dtype=torch.float32)  # no numbers, no blocks
-    if n:
-        short = -n % BLOCK
-        whole = torch.nn.functional.pad(codes, (0, short)) if short else codes
-        each = torch.addcmul(low[:, None], whole.view(-1, BLOCK).float(), scale[:, None])
-    return each.view(-1)[:n].to(dtype)
+    short = -n % BLOCK
+    whole = torch.nn.functional.pad(codes, (0, short)) if short else codes
+    each = codes.new_empty((scale.numel(), BLOCK), dtype=dtype)
+    # One pass from codes to `dtype`: computed in fp32, nothing of that size stored in fp32.
+    torch.addcmul(low[:, None], whole.view(-1, BLOCK), scale[:, None], out=each)
+    return each.view(-1)[:n]
 
 
 def _packed(codes: Tensor) -> Tensor:

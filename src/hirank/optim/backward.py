@@ -23,9 +23,11 @@ the end of the window, on R. The norm is that of what is stepped with: of R for 
 parameter, of the gradient where it waits in full. It is at most the norm of the gradients, and the
 same where nothing is projected or the basis is complete.
 
-Several processes. Give `process_group`: the mean over processes is taken of R (of the gradient, if
-it waits in full) once per window, in the hook. Do not wrap the model in DDP then. Parameters must
-get their gradients in the same order in every process.
+FSDP2 calls the hooks with its sharded, reduced gradients, and nothing more needs to be said.
+
+Several processes without it. Give `process_group`: the mean over processes is taken of R (of the
+gradient, if it waits in full) once per window, in the hook. Do not wrap the model in DDP then.
+Parameters must get their gradients in the same order in every process.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hirank.errors import HirankError
-from hirank.optim import bases, rules
+from hirank.optim import bases, rules, sharded
 from hirank.optim.hyper import Hyper
 from hirank.optim.optimizer import LowRankAdamW
 
@@ -77,6 +79,11 @@ class StepInBackward:
         if optimizer._engine is not None:
             raise HirankError(
                 "The optimiser steps in backward already; remove() the other engine first."
+            )
+        if process_group is not None and any(map(sharded.is_sharded, optimizer._index)):
+            raise HirankError(
+                "process_group was given, but FSDP2 has taken the mean of these gradients already; "
+                "leave process_group out."
             )
         self.optimizer, self.micro_batches, self.clip = optimizer, micro_batches, clip
         self.process_group = process_group
@@ -138,7 +145,9 @@ class StepInBackward:
 
     def _unscaled(self, grad: Tensor) -> Tensor:
         scaled = isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0
-        return grad.div_(self.loss_scale) if scaled else grad
+        if scaled:
+            sharded.local(grad).div_(self.loss_scale)
+        return grad
 
     def _add(self, p: Tensor, grad: Tensor, state: dict[str, Any], hyper: Hyper) -> None:
         """To what waits: projected where that is enough, else in full."""
@@ -183,7 +192,7 @@ class StepInBackward:
         if factor is not None:
             for part in (reduced, dense):
                 if part is not None:
-                    part.mul_(factor.to(part.device))
+                    sharded.local(part).mul_(factor.to(part.device))
         grad = dense if dense is not None else reduced
         self.optimizer.step_parameter(p, grad, hyper, reduced=reduced)
         self.calls += 1
@@ -205,7 +214,7 @@ class StepInBackward:
     def _step_clipped(self, waiting: list[Tensor], clip: float) -> None:
         states = [self.optimizer.state[p] for p in waiting]
         held: list[Tensor] = [state.get(_REDUCED, state.get(_DENSE)) for state in states]
-        norms = [torch.linalg.vector_norm(part, dtype=_wide(part)) for part in held]
+        norms = [_norm(part) for part in held]
         total = torch.stack([norm.to(norms[0].device) for norm in norms]).norm()
         factor = (clip / (total + 1e-6)).clamp(max=1.0)
         for p, state in zip(waiting, states, strict=True):
@@ -222,8 +231,10 @@ class StepInBackward:
         return sum(part.numel() * part.element_size() for part in parts)
 
 
-def _wide(part: Tensor) -> torch.dtype:
-    return torch.promote_types(part.dtype, torch.float32)
+def _norm(part: Tensor) -> Tensor:
+    wide = torch.promote_types(part.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(sharded.local(part), dtype=wide)
+    return sharded.total(norm.square(), part).sqrt() if sharded.is_sharded(part) else norm
 
 
 def _average(part: Tensor, group: dist.ProcessGroup) -> None:

@@ -35,7 +35,18 @@ from hirank.kernels.blockquant import affine_bytes, dequantize_affine, quantize_
 from hirank.optim.dice import BASIS, ROTATION, dice
 from hirank.optim.hyper import Hyper
 
-__all__ = ["Basis", "Layout", "cost", "due", "layout", "load", "matrix_shape", "overlap", "refresh"]
+__all__ = [
+    "Basis",
+    "Layout",
+    "cost",
+    "due",
+    "layout",
+    "load",
+    "matrix_shape",
+    "multiply",
+    "overlap",
+    "refresh",
+]
 
 State = dict[str, Any]
 
@@ -90,12 +101,11 @@ class Basis:
 
     def project(self, grad: Tensor) -> Tensor:
         """R of an [m, n] gradient, fp32 (fp64 for fp64)."""
-        wide = torch.promote_types(grad.dtype, torch.float32)
         reduced = grad
         if self.left is not None:
-            reduced = product(self.left.T.to(reduced.dtype), reduced, wide)
+            reduced = multiply(self.left.T, reduced, grad.dtype)
         if self.right is not None:
-            reduced = product(reduced, self.right.to(reduced.dtype), wide)
+            reduced = multiply(reduced, self.right, reduced.dtype)
         return reduced
 
     def factors(self, reduced: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,6 +117,14 @@ class Basis:
         if self.left is None:
             return reduced, right
         return self.left.to(reduced.dtype) @ reduced, right
+
+
+def multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in fp32 (fp64 for fp64), from operands rounded to `dtype` where the device multiplies
+    16-bit numbers into fp32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    kind = dtype if a.is_cuda else wide
+    return product(a.to(kind), b.to(kind), wide)
 
 
 def overlap(old: Tensor, new: Tensor) -> Tensor:
@@ -303,7 +321,7 @@ def _normal(shape: tuple[int, int], like: Tensor, draw: torch.Generator) -> Tens
 
 
 def _times(grad: Tensor, basis: Tensor) -> Tensor:
-    return product(grad, basis.to(grad.dtype), _wide(grad))
+    return multiply(grad, basis, grad.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

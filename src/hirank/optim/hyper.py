@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args, get_type_hints
 
 from hirank.errors import HirankError
@@ -124,8 +125,14 @@ _NAMES = tuple(field.name for field in fields(Hyper))
 
 
 def hyper_of(group: Mapping[str, Any]) -> Hyper:
-    """The settings of a parameter group."""
-    return Hyper(**{name: group[name] for name in _NAMES})
+    """The settings of a parameter group, lr as a number if a scheduler made it a tensor."""
+    return _made(float(group["lr"]), *(group[name] for name in _NAMES if name != "lr"))
+
+
+@lru_cache(maxsize=256)
+def _made(lr: float, *rest: Any) -> Hyper:
+    """Checked once, not for every parameter of every step."""
+    return Hyper(lr=lr, **dict(zip((name for name in _NAMES if name != "lr"), rest, strict=True)))
 
 
 # What is refused.

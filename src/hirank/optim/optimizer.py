@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hirank.errors import HirankError
-from hirank.optim import rules
+from hirank.optim import rules, sharded
 from hirank.optim.groups import groups_of, refuse, report_rank
 from hirank.optim.hyper import Hyper, hyper_of, read_options
 from hirank.optim.state import stored_bytes
@@ -178,12 +178,13 @@ class LowRankAdamW(torch.optim.Optimizer):
 
     def cost(self) -> int:
         """Bytes of the state after every parameter has stepped, from shapes alone."""
-        return sum(
-            rules.cost(tuple(p.shape), hyper, 8 if p.dtype == torch.float64 else 4)
-            for group in self.param_groups
-            for hyper in [hyper_of(group)]
-            for p in group["params"]
-        )
+        total = 0
+        for group in self.param_groups:
+            hyper = hyper_of(group)
+            for p in group["params"]:
+                shape = p.shape if rules.is_projected(p, hyper) else sharded.local(p).shape
+                total += rules.cost(tuple(shape), hyper, 8 if p.dtype == torch.float64 else 4)
+        return total
 
     def projected(self) -> list[Tensor]:
         """The parameters whose gradients are projected."""

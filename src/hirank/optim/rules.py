@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hirank.kernels.blockquant import BLOCK
-from hirank.optim import bases, weights
+from hirank.optim import bases, carry, sharded, weights
 from hirank.optim import state as moments
 from hirank.optim.bases import Basis, Layout
 from hirank.optim.dice import MOMENTS, WEIGHTS, dice
@@ -79,14 +79,15 @@ def finite(grad: Tensor) -> Tensor:
 
 def adamw_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tensor:
     """One AdamW step of any tensor, in place. Returns whether the gradient was finite."""
-    _start(state, p.shape, p, hyper)
-    ok, flat = finite(grad), grad.reshape(-1)
+    mine, flat = sharded.local(p), sharded.local(grad).reshape(-1)
+    _start(state, mine.shape, mine, hyper)
+    ok = sharded.everywhere(finite(flat), p)
     wide = torch.promote_types(p.dtype, torch.float32)
     rolls, round_w = _generators(p, state, hyper)
     state["step"], state["age"] = state["step"] + 1, state["age"] + 1
     keep = _kept(ok, hyper, wide)
-    with _contiguous(p) as target:
-        for span in moments.spans(p.numel()):
+    with _contiguous(mine) as target:
+        for span in moments.spans(mine.numel()):
             direction = adam_direction(flat[span].to(wide), state, hyper, span, ok, rolls)
             weights.move(target, span, direction.mul_(hyper.lr), keep, round_w)
     return ok
@@ -129,15 +130,15 @@ def reduce_gradient(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tens
     None if a refresh is due and the gradient is not finite: then the state is untouched.
     """
     where = _layout(p, hyper)
-    matrix = grad.reshape(where.m, where.n)
     if bases.due(state):
+        matrix = sharded.whole(grad).reshape(where.m, where.n)
         peak = float(torch.linalg.vector_norm(matrix, math.inf))
         if not math.isfinite(peak):
             return None
         _start(state, where.reduced, p, hyper)
         if peak > 0 or not state["refreshes"]:  # a gradient of zeros says nothing of a basis
-            _refresh(state, matrix, where, hyper)
-    return bases.load(state, where, hyper, matrix).project(matrix)
+            carry.refresh(state, matrix, where, hyper)
+    return sharded.project(bases.load(state, where, hyper, grad), grad, where)
 
 
 def _layout(p: Tensor, hyper: Hyper) -> Layout:
@@ -183,14 +184,16 @@ def apply_reduced(
 ) -> Tensor:
     """The rest of a step, from R. `grad` may be None unless `needs_dense(hyper)`."""
     where, ok = _layout(p, hyper), finite(reduced)
-    dense = grad.reshape(where.m, where.n) if grad is not None and needs_dense(hyper) else None
+    dense = None
+    if grad is not None and needs_dense(hyper):
+        dense = sharded.whole(grad).reshape(where.m, where.n)
     basis = bases.load(state, where, hyper, reduced)
     draw, round_w = _generators(p, state, hyper)
     state["step"], state["age"] = state["step"] + 1, state["age"] + 1
     direction = _direction(reduced, state, hyper, ok, draw)
     change = _change(reduced, direction, dense, basis, state, hyper, ok)
-    with _contiguous(p) as target:
-        _apply(target, where, change, hyper, ok, round_w)
+    with _contiguous(sharded.local(p)) as target:
+        _apply(target, sharded.rows(p), where.n, change, hyper, ok, round_w)
     return ok
 
 
@@ -271,36 +274,39 @@ def _limit(norm: Tensor, state: State, hyper: Hyper, ok: Tensor) -> Tensor | flo
 
 def _apply(
     p: Tensor,
-    where: Layout,
+    rows: slice,
+    n: int,
     change: _Change,
     hyper: Hyper,
     ok: Tensor,
     round_w: torch.Generator | None,
 ) -> None:
+    """p holds `rows` of the [m, n] weight."""
     step = hyper.lr * hyper.scale
     plain = not (isinstance(p, weights.Int8Weight) or round_w or hyper.weight_decay)
     if plain and change.product and change.factor is None:
         a, b = (part.to(p.dtype) for part in change.product)
-        p.view(where.m, where.n).addmm_(a, b, alpha=-step)
+        p.view(-1, n).addmm_(a[rows], b, alpha=-step)
         return
     keep = _kept(ok, hyper, torch.promote_types(p.dtype, torch.float32))
-    for rows in _slabs(where):
-        span = slice(rows.start * where.n, rows.stop * where.n)
-        weights.move(p, span, _delta(change, rows).mul_(step).view(-1), keep, round_w)
+    for slab in _slabs(rows, n):
+        span = slice((slab.start - rows.start) * n, (slab.stop - rows.start) * n)
+        delta = _delta(change, slab, p.dtype).mul_(step)
+        weights.move(p, span, delta.view(-1), keep, round_w)
 
 
-def _slabs(where: Layout) -> Iterator[slice]:
-    """Rows of [m, n], whole blocks of the flat weight, about SPAN numbers at a time."""
-    unit = BLOCK // math.gcd(where.n, BLOCK)
-    height = max(1, SPAN // (where.n * unit)) * unit
-    for start in range(0, where.m, height):
-        yield slice(start, min(start + height, where.m))
+def _slabs(rows: slice, n: int) -> Iterator[slice]:
+    """Parts of `rows`, whole blocks of the flat weight, about SPAN numbers at a time."""
+    unit = BLOCK // math.gcd(n, BLOCK)
+    height = max(1, SPAN // (n * unit)) * unit
+    for start in range(rows.start, rows.stop, height):
+        yield slice(start, min(start + height, rows.stop))
 
 
-def _delta(change: _Change, rows: slice) -> Tensor:
-    """[rows, n] of A B + c G, fp32."""
+def _delta(change: _Change, rows: slice, dtype: torch.dtype) -> Tensor:
+    """[rows, n] of A B + c G, fp32; for 16-bit weights on a GPU A and B go into it as 16 bits."""
     product, factor, grad, ok = change
-    whole = product[0][rows] @ product[1] if product else None
+    whole = bases.multiply(product[0][rows], product[1], dtype) if product else None
     if grad is None or factor is None:
         assert whole is not None
         return whole
@@ -321,48 +327,12 @@ def _contiguous(p: Tensor) -> Iterator[Tensor]:
     plain.copy_(stand_in)
 
 
-# A new basis.
-
-
-def _refresh(state: State, grad: Tensor, where: Layout, hyper: Hyper) -> None:
-    changed = bases.refresh(state, grad, where, hyper)
-    if changed is None or hyper.moments == "keep":
-        return
-    if hyper.moments == "reset":
-        state["age"] = 0
-        values = [grad.new_zeros(where.reduced, dtype=torch.float32)] * 2
-    else:
-        values = _carried(state, where, hyper, *changed)
-    draw = dice(grad.device, hyper.seed, state["step"], state["index"], MOMENTS, 1)
-    ok = torch.ones((), dtype=torch.bool, device=grad.device)
-    for name, value in zip((FIRST, SECOND), values, strict=True):
-        for span in moments.spans(value.numel()):
-            moments.write(state, name, span, value.reshape(-1)[span], ok, draw)
-
-
-def _carried(state: State, where: Layout, hyper: Hyper, old: Basis, new: Basis) -> list[Tensor]:
-    """M and V in the new coordinates. V is turned as the variance of independent coordinates, plus
-    the square of the mean; both on the bias-corrected scale."""
-    size = math.prod(where.reduced)
-    m, v = (moments.read(state, n, slice(0, size)).view(where.reduced) for n in (FIRST, SECOND))
-    b1, b2 = (1 - beta ** state["age"] for beta in hyper.betas)
-    mean, spread = m / b1, (v / b2 - (m / b1).square()).clamp_min_(0)
-    for side, a, b in (("left", old.left, new.left), ("right", old.right, new.right)):
-        if a is None or b is None:
-            continue
-        turn = b.T.to(m.dtype) @ a.to(m.dtype)  # [r, r], new <- old
-        if side == "left":
-            mean, spread = turn @ mean, turn.square() @ spread
-        else:
-            mean, spread = mean @ turn.T, spread @ turn.square().T
-    return [mean * b1, (spread + mean.square()) * b2]
-
-
 # Bytes.
 
 
 def cost(shape: tuple[int, ...], hyper: Hyper, wide: int = 4) -> int:
     """Bytes of the state of a parameter of `shape`: moments, bases, and the limiter's one number.
+    Of a plain parameter's shard give the shard's shape.
 
     `wide` is the size of the widest number kept: 4, or 8 for fp64 weights.
     """
