@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hirank.adapters.capture import capturing
+from hirank.adapters.capture import apart, capturing
 from hirank.adapters.groups import Family, Member, Source, in_backward, version
 from hirank.kernels.dora_norm import dora_norm, row_norm, row_square_sum
 from hirank.kernels.norm_replay import ReplayableNormTable
@@ -158,7 +158,12 @@ class NormCache:
             return _in_capture(weight, lora_A, lora_B, scale, dtype) if found is None else found
         if group is not None:
             return group.norm(self, lora_A, lora_B, scale)
-        return self._norm_by_value(weight, lora_A, lora_B, scale, dtype)
+        value = self._values.get(dtype)
+        if value is not None and in_backward():
+            return value.norm
+        return apart(
+            weight.device, lambda: self._norm_by_value(weight, lora_A, lora_B, scale, dtype)
+        )
 
     def _norm_by_value(
         self,
@@ -168,10 +173,7 @@ class NormCache:
         scale: float,
         dtype: torch.dtype,
     ) -> Tensor:
-        value = self._values.get(dtype)
-        if value is not None and in_backward():
-            return value.norm
-        base = self._base_of(weight)
+        value, base = self._values.get(dtype), self._base_of(weight)
         mark = (scale, lora_A.device, lora_A.dtype, lora_B.dtype)
         prints = self._fingerprints(lora_A, lora_B)
         if (
@@ -254,7 +256,8 @@ def norm_of(
     with torch.no_grad():
         if weight.is_cuda and capturing():
             return _in_capture(weight, lora_A, lora_B, scale, dtype)
-        return dora_norm(weight, lora_A.to(dtype), lora_B.to(dtype), scale=scale)
+        A, B = lora_A.to(dtype), lora_B.to(dtype)
+        return apart(weight.device, lambda: dora_norm(weight, A, B, scale=scale))
 
 
 def _addresses(inputs: tuple[Tensor, Tensor, Tensor, float]) -> tuple[int, int, int]:

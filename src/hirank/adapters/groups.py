@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hirank.adapters.capture import capture_id, capturing, raw_stream
+from hirank.adapters.capture import apart, capture_id, capturing, raw_stream
 from hirank.kernels.dora_norm import fits_triton
 from hirank.kernels.norm_replay import ReplayableNormTable
 from hirank.kernels.norm_table import NormEntry
@@ -197,12 +197,10 @@ class Group:
     def refresh(self) -> None:
         """Compute what visibly changed, and let the device look for what did not show."""
         changes, step = self.family.changes, _step
-        found = self._survey()
-        if self.built != changes or _places(found.marks) != _places(self._marks):
-            found = self._rebuild()
-        visible = self._visible(found, step)
-        assert self._table is not None
-        self._table.refresh(force=len(visible) == len(found.entries) or visible or False)
+        found = self._survey() if self.built == changes else None
+        if found is None or _places(found.marks) != _places(self._marks):
+            found = apart(self._device, self._rebuild)
+        self._launch(self._visible(found, step), len(found.entries))
         # what the host knows, only now: another thread may act on it at once
         self._marks, self.step, self.built = found.marks, step, changes
         for member, mark in zip(found.members, found.marks, strict=True):
@@ -210,6 +208,14 @@ class Group:
         if self.index is not None:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
+
+    def _launch(self, visible: list[int], count: int) -> None:
+        table = self._table
+        assert table is not None
+        if 0 < len(visible) < count:  # makes flags that the table keeps
+            apart(self._device, lambda: table.refresh(force=visible))
+        else:
+            table.refresh(force=bool(visible))
 
     def _here(self) -> list[tuple[NormCache, tuple[Tensor, Tensor, Tensor, float]]]:
         """The caches that belong to the group as things are now, and what they watch."""

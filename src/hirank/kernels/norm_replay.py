@@ -17,6 +17,8 @@ from hirank.kernels.norm_table import NormEntry, NormTable
 
 __all__ = ["ReplayableNormTable"]
 
+_BOTH = (False, True)
+
 
 class ReplayableNormTable(NormTable):
     """As `NormTable`; all its state lies on the device, so a refresh may be recorded.
@@ -27,7 +29,8 @@ class ReplayableNormTable(NormTable):
     def __init__(self, entries: Sequence[NormEntry], dot_dtype: torch.dtype) -> None:
         super().__init__(entries, dot_dtype)
         self.norms = [entry.norm for entry in entries]
-        self._none = super()._forced(False)  # made now: recording must not copy from the host
+        # made now, as recording must not copy from the host, and kept, as graphs go on using them
+        self._kept = {force: super(ReplayableNormTable, self)._forced(force) for force in _BOTH}
 
     def accept(self) -> None:
         super().accept()
@@ -43,4 +46,4 @@ class ReplayableNormTable(NormTable):
         return super()._print()
 
     def _forced(self, force: bool | Sequence[int]) -> Tensor:
-        return self._none if force is False else super()._forced(force)
+        return self._kept[force] if isinstance(force, bool) else super()._forced(force)
