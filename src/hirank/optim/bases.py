@@ -268,14 +268,24 @@ def _leading(grad: Tensor, r: int, kind: str, warm: Tensor | None, draw: torch.G
     """[m, r]: where the columns of `grad` [m, n] are largest, as `kind` finds it."""
     if kind in ("random", "gaussian", "identity"):
         return _seeded(grad.shape[0], r, kind, grad, draw)
-    if kind == "svd":
-        u: Tensor = torch.linalg.svd(_scaled(grad), full_matrices=False)[0]
-        return u[:, :r]
-    if kind == "eigh":
-        return _by_gram(_scaled(grad), r)
     if kind == "subspace" and warm is not None:
         return _orthonormal(_times(grad, _unit(_times(grad.T, warm))))
-    return _randomised(grad, r, draw)
+    if kind == "svd":
+        u: Tensor = torch.linalg.svd(_scaled(grad), full_matrices=False)[0]
+        return _signed(u[:, :r], warm)
+    if kind == "eigh":
+        return _signed(_by_gram(_scaled(grad), r), warm)
+    return _signed(_randomised(grad, r, draw), warm)
+
+
+def _signed(basis: Tensor, warm: Tensor | None) -> Tensor:
+    """Columns turned towards the old ones, so that kept moments still point the right way; without
+    old ones, so that the largest entry is positive. A solver leaves signs to rounding."""
+    if warm is None:
+        along = basis.gather(0, basis.abs().argmax(0, keepdim=True))[0]
+    else:
+        along = (warm.to(basis.dtype) * basis).sum(0)
+    return basis * torch.where(along < 0, -1.0, 1.0).to(basis.dtype)
 
 
 def _seeded(m: int, r: int, kind: str, like: Tensor, draw: torch.Generator) -> Tensor:
