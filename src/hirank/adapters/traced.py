@@ -23,7 +23,6 @@ from hirank.kernels.dora_linear import (
     FUSED,
     REFERENCE,
     GainPass,
-    compute_dtype,
     dora_linear_bwd_ref,
     dora_linear_fwd_ref,
     owned_linear,
@@ -178,6 +177,10 @@ torch.library.register_autograd("hirank::adapted_linear", _backward, setup_conte
 torch.library.register_autograd("hirank::adapter_norm", lambda ctx, dnorm: (None,) * 5)
 
 
+# asked now: torch 2.11 cannot trace the question
+_AUTOCAST = [kind for kind in ("cuda", "cpu", "xpu") if torch.amp.is_autocast_available(kind)]
+
+
 class TracedNorms:
     """Stands in for a `NormCache` while a layer is traced."""
 
@@ -204,10 +207,14 @@ def traced_linear(
     Raises:
         ValueError: the last dimension of x is not K, or the dtypes differ outside autocast.
     """
-    dtype = compute_dtype(x, weight)
+    kind = x.device.type
+    autocast = kind in _AUTOCAST and torch.is_autocast_enabled(kind)
+    dtype = weight.dtype
+    if autocast and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"got x {tuple(x.shape)}: it must end in {weight.shape[1]}.")
-    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != dtype and not autocast:
         raise ValueError(
             f"got x in {x.dtype} and a weight in {weight.dtype}: cast one of them, or run under "
             "autocast."
