@@ -53,10 +53,12 @@ def hooked_run(rank: int, cls: type, options: dict, micro_batches: int, clip: fl
     return {"weights": weights(model), **int8_weights(model)}
 
 
-def ddp_run(rank: int, cls: type, options: dict):
+def ddp_run(rank: int, cls: type, options: dict, projected: bool):
     model = mlp()
     optimizer = cls(model, **SMALL | options)
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if projected:
+        optimizer.project_reduction(wrapped)
     for step in range(7):
         run_batches(optimizer, wrapped, [shard(rank, step)])
     return {"weights": weights(model)}
@@ -80,7 +82,14 @@ HOOKED = {
     "apollo": (Apollo, {}, 1, None),
 }
 INT8 = {"state": "int8", "weights": "int8", "lazy": 0.4}
-DDP = {"ddp": {}, "ddp-random": {"basis": "random"}}
+DDP = {
+    "ddp": (GaLoreAdamW, {}, False),
+    "ddp-random": (GaLoreAdamW, {"basis": "random"}, False),
+    "ddp-projected": (GaLoreAdamW, {}, True),
+    "ddp-projected-int4": (GaLoreAdamW, {"basis_store": "int4"}, True),
+    "ddp-projected-two-sided": (GaLoreAdamW, {"sides": "two"}, True),
+    "ddp-projected-fira": (Fira, {}, True),
+}
 
 
 @pytest.mark.parametrize("name", HOOKED)
@@ -100,11 +109,12 @@ def test_int8_weights_are_bit_equal_on_ranks(results):
 @pytest.mark.parametrize("name", DDP)
 def test_g15_ddp_gives_bit_equal_weights(results, name: str):
     first, second = results(name)
+    cls, options, _ = DDP[name]
     assert torch.equal(first["weights"], second["weights"])
-    assert torch.allclose(first["weights"], alone(GaLoreAdamW, DDP[name]), atol=1e-5)
+    assert torch.allclose(first["weights"], alone(cls, options), atol=1e-5)
 
 
-def bytes_reduced(rank: int):
+def bytes_reduced(rank: int, ddp: bool):
     """Bytes handed to all_reduce in a step that refreshes, and in one that does not."""
     sent, real = [], dist.all_reduce
 
@@ -115,18 +125,24 @@ def bytes_reduced(rank: int):
     dist.all_reduce = counted
     model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
     optimizer = GaLoreAdamW(model, **SMALL)
-    optimizer.step_in_backward(process_group=dist.group.WORLD)
+    if ddp:
+        model = nn.parallel.DistributedDataParallel(model)
+        optimizer.project_reduction(model)
+    else:
+        optimizer.step_in_backward(process_group=dist.group.WORLD)
     for step in range(2):
         sent.append(0)
         loss(model, *shard(rank, step)).backward()
         optimizer.step()
+        optimizer.zero_grad()
     dist.all_reduce = real
     return sent
 
 
-def test_g17_between_refreshes_only_projections_are_sent(results):
+@pytest.mark.parametrize("name", ["bytes", "bytes-ddp"])
+def test_g17_between_refreshes_only_projections_are_sent(results, name: str):
     full, projected = (32 * 64 + 64 * 8) * 4, (4 * 64 + 4 * 64) * 4
-    assert results("bytes") == [[full, projected]] * 2
+    assert results(name) == [[full, projected]] * 2
 
 
 # FSDP2.
@@ -220,10 +236,11 @@ def test_fsdp2_needs_no_process_group(results):
 
 SCENARIOS = {
     **{name: (hooked_run, *args) for name, args in HOOKED.items()},
-    **{name: (ddp_run, GaLoreAdamW, options) for name, options in DDP.items()},
+    **{name: (ddp_run, *args) for name, args in DDP.items()},
     **{name: (sharded_run, *args) for name, args in SHARDED.items()},
     "int8": (hooked_run, QGaLoreAdamW, INT8, 2, None),
-    "bytes": (bytes_reduced,),
+    "bytes": (bytes_reduced, False),
+    "bytes-ddp": (bytes_reduced, True),
     "poisoned": (poisoned_run,),
     "refusing": (refusing_run,),
 }

@@ -161,6 +161,13 @@ class LowRankAdamW(torch.optim.Optimizer):
 
         return StepInBackward(self, **options)
 
+    def project_reduction(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Let DDP send projected gradients, see `ddp.py`; before the first step, once per model."""
+        from hirank.optim.ddp import projected_all_reduce
+
+        # DDP checks a hook's annotations, and takes none that are strings.
+        model.register_comm_hook(self, lambda state, bucket: projected_all_reduce(state, bucket))
+
     # State.
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
