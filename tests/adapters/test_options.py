@@ -168,4 +168,4 @@ def test_a_summary_counts_the_tiers():
     model = hirank.accelerate(get_peft_model(base, LoraConfig(target_modules=["lin", "emb"])))
     explanation = hirank.explain(model)
     tier = next(row.tier for row in explanation.rows if row.name.endswith("lin"))
-    assert explanation.summary() == f"2 adapted layers: 1 {tier}, 1 peft"
+    assert explanation.summary() == f"2 adapted layers: 1 {tier}, 1 composed"

@@ -234,15 +234,18 @@ def test_what_is_not_supported_runs_pefts_code_and_says_why(case):
 
 
 def test_other_layers_are_left_to_peft_with_a_reason():
-    base = nn.ModuleDict({"conv": nn.Conv1d(4, 4, 3), "emb": nn.Embedding(9, 4),
-                          "lin": nn.Linear(4, 4)})  # fmt: skip
-    model = get_peft_model(base, LoraConfig(target_modules=["conv", "emb", "lin"], use_dora=True))
+    layers = {
+        "heads": nn.MultiheadAttention(4, 2),
+        "emb": nn.Embedding(9, 4, max_norm=1.0),
+        "lin": nn.Linear(4, 4),
+    }
+    model = get_peft_model(nn.ModuleDict(layers), LoraConfig(target_modules=list(layers)))
     rows = {
         row.name.rpartition(".")[2]: row for row in hirank.explain(hirank.accelerate(model)).rows
     }
     assert rows["lin"].tier == "eager"
-    assert rows["conv"].reason == "Conv1d over Conv1d is not converted"
-    assert rows["emb"].reason == "Embedding over Embedding is not converted"
+    assert rows["heads"].reason == "MultiheadAttention over MultiheadAttention is not converted"
+    assert rows["emb"].reason == "the embedding has max_norm: each lookup rewrites weights"
 
 
 def test_subclasses_of_linear_are_left_alone():

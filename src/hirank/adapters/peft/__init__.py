@@ -5,7 +5,9 @@
 saving, loading, optimizers and trainers notice nothing. Whatever a subclass does not support at a
 call it hands to PEFT's own forward, and `explain` tells why.
 
-    layer.py     the subclass: forward, merge, unmerge
+    layer.py     the subclass for linears; embedding.py and conv.py those for the other kinds
+    converted.py what they have in common: norms, merge, unmerge
+    operands.py  what each kind holds, as matrices
     route.py     which way a layer's next call goes, and why
     options.py   what can be chosen
     check.py     what is wrong with a layer or its input

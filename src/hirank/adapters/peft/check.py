@@ -7,9 +7,19 @@ when it is converted, and the input only after a call has failed.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hirank.adapters.peft.route import adapter_obstacle, base_obstacle, plain_tensor
+from hirank.adapters.peft.operands import (
+    as_matrix,
+    convolves,
+    embeds,
+    factors,
+    groups_of,
+    magnitude_of,
+    norm_inputs,
+    present,
+)
+from hirank.adapters.peft.route import adapter_obstacle, base_obstacle, foreign_base, plain_tensor
 from hirank.errors import HirankError
 from hirank.kernels._backend import check_backend
 
@@ -18,15 +28,17 @@ __all__ = ["check_adapters", "check_backend_of", "check_shapes", "fault_of_call"
 
 def check_shapes(name: str, layer: Any, adapters: list[str]) -> None:
     """Raises HirankError: A, B or magnitude of an adapter do not fit the base weight."""
-    n, k = layer.base_layer.weight.shape
+    n, k = as_matrix(layer, layer.base_layer.weight).shape
+    groups = groups_of(layer)
     for adapter in adapters:
-        A, B = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-        if A.dim() != 2 or A.shape[1] != k or tuple(B.shape) != (n, A.shape[0]):
+        _, A, B = norm_inputs(layer, adapter)
+        k_a, r = k * groups, A.shape[0]
+        if A.dim() != 2 or A.shape[1] != k_a or tuple(B.shape) != (n, r // groups):
             raise HirankError(
                 f"{name} has a weight {n}x{k} and adapter {adapter!r} with A {_text(A)} and "
-                f"B {_text(B)}: A must be [R, {k}] and B [{n}, R] of one rank R."
+                f"B {_text(B)}: A must be [R, {k_a}] and B [{n}, R] of one rank R."
             )
-        magnitude = _magnitude(layer, adapter)
+        magnitude = magnitude_of(layer, adapter)
         if magnitude is not None and tuple(magnitude.shape) != (n,):
             raise HirankError(
                 f"{name} has {n} rows and adapter {adapter!r} a magnitude {_text(magnitude)}: "
@@ -38,18 +50,12 @@ def _text(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "()"
 
 
-def _magnitude(layer: Any, adapter: str) -> Tensor | None:
-    if adapter not in layer.lora_magnitude_vector:
-        return None
-    magnitude: Tensor = layer.lora_magnitude_vector[adapter].weight
-    return magnitude
-
-
 def check_adapters(name: str, layer: Any) -> None:
     """Raises HirankError: an adapter that hirank is to compute does not fit or is not finite."""
     if base_obstacle(layer) is not None:
         return
-    names = [a for a in layer.lora_A if adapter_obstacle(layer, a) is None]
+    held = layer.lora_embedding_A if embeds(layer) else layer.lora_A
+    names = [a for a in held if adapter_obstacle(layer, a) is None]
     check_shapes(name, layer, names)
     for adapter in names:
         _check_values(name, layer, adapter)
@@ -58,11 +64,8 @@ def check_adapters(name: str, layer: Any) -> None:
 @torch.no_grad()
 def _check_values(name: str, layer: Any, adapter: str) -> None:
     """Raises HirankError: A, B or magnitude hold NaN or infinity, and so would the gain."""
-    parts = {
-        "lora_A": layer.lora_A[adapter].weight,
-        "lora_B": layer.lora_B[adapter].weight,
-        "lora_magnitude_vector": _magnitude(layer, adapter),
-    }
+    A, B = factors(layer, adapter)
+    parts = {"lora_A": A, "lora_B": B, "lora_magnitude_vector": magnitude_of(layer, adapter)}
     for part, weight in parts.items():
         if weight is None or weight.is_meta or not plain_tensor(weight):
             continue
@@ -86,11 +89,11 @@ def check_backend_of(name: str, layer: Any, backend: str) -> None:
 
 def fault_of_call(layer: Any, x: Any) -> HirankError | None:
     """Why a call of a converted layer with `x` failed, if it is the input or the weights."""
-    if not isinstance(x, Tensor) or type(layer.base_layer) is not nn.Linear:
+    if not isinstance(x, Tensor) or foreign_base(layer) is not None:
         return None
     name, weight = layer._hirank_options.name, layer.base_layer.weight
-    for adapter in [a for a in layer.active_adapters if a in layer.lora_A]:
-        where = layer.lora_A[adapter].weight.device
+    for adapter in present(layer):
+        where = factors(layer, adapter)[0].device
         if where != weight.device:
             return HirankError(
                 f"{name} has its weight on {weight.device} and adapter {adapter!r} on {where}: "
@@ -100,13 +103,34 @@ def fault_of_call(layer: Any, x: Any) -> HirankError | None:
         return HirankError(
             f"{name} got x on {x.device} and has its weight on {weight.device}: move one of them."
         )
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+    if embeds(layer):
+        return _fault_of_ids(name, x, len(weight))
+    if convolves(layer):
+        channels = weight.shape[1] * groups_of(layer)
+        if x.dim() not in (weight.dim(), weight.dim() - 1) or x.shape[1 - weight.dim()] != channels:
+            return HirankError(
+                f"{name} got x of shape {list(x.shape)}: it must be [images, {channels}, ...] with "
+                f"{weight.dim() - 2} dimensions of space."
+            )
+    elif x.dim() == 0 or x.shape[-1] != as_matrix(layer, weight).shape[1]:
+        k = as_matrix(layer, weight).shape[1]
         return HirankError(
-            f"{name} got x of shape {list(x.shape)}: the last dimension must be {weight.shape[1]}."
+            f"{name} got x of shape {list(x.shape)}: the last dimension must be {k}."
         )
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         return HirankError(
             f"{name} got x in {x.dtype} and has its weight in {weight.dtype}: cast one of them, or "
             "run under autocast."
+        )
+    return None
+
+
+def _fault_of_ids(name: str, ids: Tensor, entries: int) -> HirankError | None:
+    if ids.dtype not in (torch.int64, torch.int32):
+        return HirankError(f"{name} got ids in {ids.dtype}: give integers (int64 or int32).")
+    if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < entries):
+        return HirankError(
+            f"{name} got ids from {int(ids.min())} to {int(ids.max())}: they must be from 0 to "
+            f"{entries - 1}."
         )
     return None

@@ -6,38 +6,69 @@ from typing import Any, TypeVar
 import torch
 from peft.tuners.lora import layer as peft_lora
 from peft.utils import get_peft_model_state_dict
-from torch import nn
+from torch import Tensor, nn
 
 from hirank.adapters.gain import base_norm
 from hirank.adapters.groups import Family
 from hirank.adapters.peft.check import check_adapters, check_backend_of
-from hirank.adapters.peft.layer import FastLinear, magnitude_of, norms_of
+from hirank.adapters.peft.conv import FastConv1d, FastConv2d, FastConv3d
+from hirank.adapters.peft.converted import Converted, norms_of
+from hirank.adapters.peft.embedding import FastEmbedding
+from hirank.adapters.peft.layer import FastLinear
+from hirank.adapters.peft.operands import factors, groups_of, norm_inputs
 from hirank.adapters.peft.options import Options, options
-from hirank.adapters.peft.route import adapter_obstacle
+from hirank.adapters.peft.route import adapter_obstacle, foreign_base
 from hirank.errors import HirankError
+from hirank.kernels.grouped_norm import grouped_norm
 
 __all__ = ["accelerate", "convert", "lora_layers", "restore", "unmatched_keys"]
+__all__ += ["CONVERTED", "convertible", "fresh_norm"]
 
 Model = TypeVar("Model", bound=nn.Module)
+
+CONVERTED: dict[type, type[Converted]] = {
+    peft_lora.Linear: FastLinear,
+    peft_lora.Embedding: FastEmbedding,
+    peft_lora.Conv1d: FastConv1d,
+    peft_lora.Conv2d: FastConv2d,
+    peft_lora.Conv3d: FastConv3d,
+}
+"""PEFT's classes, and what each becomes."""
+
+
+def convertible(layer: Any) -> bool:
+    """Whether a layer of PEFT's own is of a kind that can be converted."""
+    return type(layer) in CONVERTED and foreign_base(layer) is None
+
+
+def fresh_norm(layer: Any, name: str) -> Tensor:
+    """The norm of a layer whose adapter is untrained, to the bit as its forward computes it."""
+    weight, A, B = norm_inputs(layer, name)
+    groups = groups_of(layer)
+    if groups > 1:
+        return grouped_norm(weight, A, torch.zeros_like(B), scale=1.0, groups=groups)
+    return base_norm(weight)
 
 
 def _fresh_magnitude(where: str, layer: Any, name: str) -> None:
     """m of an untrained adapter is the fp32 norm itself, so that g = 1 exactly; m stays fp32.
 
     PEFT rounds m to the base dtype: on a bf16 base a new adapter then changes the output by up to
-    0.4 % a row before the first step. Untrained: B is zero and m is the
+    0.4 % a row before the first step. Untrained: B (of an embedding: A) is zero and m is the
     norm up to that rounding, every entry a number of the base dtype.
     """
-    magnitude, weight = magnitude_of(layer, name), layer.base_layer.weight
-    if magnitude is None or weight.is_meta or magnitude.is_meta:
+    if name not in layer.lora_magnitude_vector:
+        return
+    magnitude, weight = layer.lora_magnitude_vector[name].weight, layer.base_layer.weight
+    if weight.is_meta or magnitude.is_meta:
         return
     if magnitude.dtype in (torch.bfloat16, torch.float16):
         magnitude.data = magnitude.data.float()
-    if layer.lora_B[name].weight.any():
+    if all(factor.any() for factor in factors(layer, name)):
         return
     if not torch.equal(magnitude, magnitude.to(weight.dtype).to(magnitude.dtype)):
         return
-    norm = base_norm(weight)
+    norm = fresh_norm(layer, name).view_as(magnitude)
     if not torch.isfinite(norm).all():
         raise HirankError(
             f"{where} has NaN or infinity in its base weight: load the base model again."
@@ -66,11 +97,11 @@ def convert(
         just_made: by `patch`; m is right already.
         again: whether `wanted` replaces what an already converted layer has.
     """
-    known = type(layer) is peft_lora.Linear and type(layer.base_layer) is nn.Linear
+    known = convertible(layer)
     if known:
-        layer.__class__ = FastLinear
+        layer.__class__ = CONVERTED[type(layer)]
         layer._hirank_norms, layer._hirank_base, layer._hirank_family = {}, None, family
-    elif type(layer) is not FastLinear:
+    elif not isinstance(layer, Converted):
         return
     if known or again:
         layer._hirank_options = wanted._replace(name=name)
@@ -117,29 +148,25 @@ def accelerate(model: Model, *, backend: str = "auto", dropout: str = "peft") ->
             "peft.get_peft_model first."
         )
     for name, layer in layers.items():
-        if _convertible(layer):
+        if isinstance(layer, Converted) or convertible(layer):
             check_backend_of(name, layer, backend)
             check_adapters(name, layer)
-    families = [layer._hirank_family for layer in layers.values() if type(layer) is FastLinear]
+    families = [layer._hirank_family for layer in layers.values() if isinstance(layer, Converted)]
     family = families[0] if families else Family()
     for name, layer in layers.items():
         convert(layer, name, wanted, family)
     return model
 
 
-def _convertible(layer: Any) -> bool:
-    return type(layer) in (FastLinear, peft_lora.Linear) and type(layer.base_layer) is nn.Linear
-
-
 def restore(model: Model) -> Model:
     """Undo `accelerate`: the layers are PEFT's own again, in place, merged ones stay merged."""
     for _, layer in lora_layers(model):
-        converted = type(layer) is FastLinear
-        if converted:
+        kind = next((stock for stock, fast in CONVERTED.items() if type(layer) is fast), None)
+        if kind is not None:
             merged = list(layer.merged_adapters) if layer._hirank_base is not None else []
             if merged:
                 layer.unmerge()
-            layer.__class__ = peft_lora.Linear
+            layer.__class__ = kind
             for key in [key for key in vars(layer) if key.startswith("_hirank_")]:
                 delattr(layer, key)
             if merged:

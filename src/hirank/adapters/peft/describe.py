@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-from peft.tuners.lora import layer as peft_lora
 from torch import nn
 
 from hirank.adapters.explain import Explanation, Route, Row
-from hirank.adapters.peft.convert import lora_layers
-from hirank.adapters.peft.layer import FastLinear
-from hirank.adapters.peft.route import present, route
+from hirank.adapters.peft.convert import CONVERTED, convertible, lora_layers
+from hirank.adapters.peft.converted import Converted
+from hirank.adapters.peft.operands import as_matrix, convolves, embeds, present
+from hirank.adapters.peft.route import foreign_base, route
 from hirank.kernels._tuning import tier, tiles
 
 __all__ = ["explain"]
@@ -34,20 +34,22 @@ def _kind(layer: Any) -> str:
 
 
 def _explained(layer: Any) -> Route:
-    if isinstance(layer, FastLinear):
+    if isinstance(layer, Converted):
         found = route(layer)
         if found.tier == "owned":
-            return _owned(layer)
+            return _owned(layer, found.reason)
         return _composed(layer, found.reason) if found.tier == "composed" else found
-    if type(layer) is peft_lora.Linear and type(layer.base_layer) is nn.Linear:
+    if convertible(layer):
         return Route("peft", "not converted: call hirank.accelerate(model)")
+    if type(layer) in CONVERTED:
+        return Route("peft", foreign_base(layer) or "")
     what = f"{type(layer).__name__} over {type(layer.get_base_layer()).__name__}"
     return Route("peft", f"{what} is not converted")
 
 
-def _owned(layer: Any) -> Route:
+def _owned(layer: Any, what: str) -> Route:
     found, reason = _tier(layer)
-    return Route(found, f"one adapter, whole linear: {reason}")
+    return Route(found, f"{what}: {reason}")
 
 
 def _tier(layer: Any) -> tuple[str, str]:
@@ -62,8 +64,8 @@ def _tier(layer: Any) -> tuple[str, str]:
         return ("fused training" if layer.training else "fused inference"), "backend='triton'"
     found, reason = tier(_MANY, device, layer.training)
     least = tiles(device).min_training if layer.training else tiles(device).min_inference
-    if found != "eager" and least:
-        rows = -(-least // weight.shape[0])
+    if found != "eager" and least and not convolves(layer) and not embeds(layer):
+        rows = -(-least // as_matrix(layer, weight).shape[0])
         reason += f"; eager below {rows} tokens ({tiles(device).crossover_source})"
     return found, reason
 
@@ -83,4 +85,8 @@ def _composed(layer: Any, reason: str) -> Route:
 
 def _drops(layer: Any) -> bool:
     modules = [layer.lora_dropout[name] for name in present(layer)]
-    return layer.training and not all(isinstance(module, nn.Identity) for module in modules)
+    return (
+        layer.training
+        and not embeds(layer)
+        and not all(isinstance(module, nn.Identity) for module in modules)
+    )

@@ -8,14 +8,14 @@ from typing import Any
 from peft.tuners.lora import layer as peft_lora
 from peft.tuners.lora import model as peft_model
 from peft.tuners.lora import variants as peft_variants
-from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.dora import DoraEmbeddingLayer, DoraLinearLayer
 from torch import nn
 
-from hirank.adapters.gain import base_norm
 from hirank.adapters.groups import Family
-from hirank.adapters.peft.convert import convert
+from hirank.adapters.peft.convert import convert, fresh_norm
+from hirank.adapters.peft.operands import embeds, factors, turned
 from hirank.adapters.peft.options import Options, options
-from hirank.adapters.peft.route import plain_tensor
+from hirank.adapters.peft.route import foreign_base, plain_tensor
 
 __all__ = ["Patch", "patch_peft"]
 
@@ -33,8 +33,11 @@ class Patch:
 
     def __init__(self, wanted: Options) -> None:
         if not _patches:
-            variant, owner = peft_variants.DoraLinearVariant, peft_model.LoraModel
-            _replace(variant, "init", staticmethod(_fast_init(variant.init)))
+            owner = peft_model.LoraModel
+            for variant in (peft_variants.DoraLinearVariant, peft_variants.DoraEmbeddingVariant):
+                _replace(variant, "init", staticmethod(_fast_init(variant.init)))
+            convs = peft_variants._DoraConvNdVariant
+            _replace(convs, "init_convd_variant", staticmethod(_fast_conv_init(convs)))
             _replace(owner, "_create_and_replace", _converting(owner._create_and_replace))
         _patches[id(self)] = wanted
 
@@ -62,18 +65,46 @@ def _fast_init(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
-        B = module.lora_B[adapter_name].weight
-        base = module.get_base_layer()
-        plain = type(base) is nn.Linear and plain_tensor(base.weight)
-        if not plain or base.weight.is_meta or B.is_meta or B.any():
-            return original(module, adapter_name, **kwargs)
-        holder = DoraLinearLayer(fan_in_fan_out=False)  # type: ignore[no-untyped-call]
-        holder.weight = nn.Parameter(base_norm(base.weight))
-        if not module.lora_magnitude_vector:
-            module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
-        module.lora_magnitude_vector[adapter_name] = holder
+        if not _untrained(module, adapter_name):
+            original(module, adapter_name, **kwargs)
+            return
+        kind = DoraEmbeddingLayer if embeds(module) else DoraLinearLayer
+        holder = kind(fan_in_fan_out=turned(module.base_layer))  # type: ignore[no-untyped-call]
+        _hold(module, adapter_name, holder)
 
     return init
+
+
+def _fast_conv_init(variant: Any) -> Callable[..., None]:
+    original = variant.init_convd_variant
+
+    @functools.wraps(original)
+    def init(module: Any, adapter_name: str, dora_layer: nn.Module) -> None:
+        if not _untrained(module, adapter_name):
+            original(module, adapter_name, dora_layer)
+            return
+        _hold(module, adapter_name, dora_layer)
+
+    return init
+
+
+def _untrained(module: Any, adapter_name: str) -> bool:
+    """Whether B A is known to be zero, so that m is the norm of W."""
+    if module.base_layer is not module.get_base_layer() or foreign_base(module) is not None:
+        return False
+    held = (module.base_layer.weight, *factors(module, adapter_name))
+    if any(t.is_meta or not plain_tensor(t) for t in held):
+        return False
+    return not all(factor.any() for factor in held[1:])
+
+
+def _hold(module: Any, adapter_name: str, holder: Any) -> None:
+    norm = fresh_norm(module, adapter_name)
+    rest = module.base_layer.weight.dim() - 2
+    holder.weight = nn.Parameter(norm.view(1, -1, *[1] * rest) if rest else norm)
+    if not module.lora_magnitude_vector:
+        module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
+    module.lora_magnitude_vector[adapter_name] = holder
 
 
 def _converting(original: Callable[..., None]) -> Callable[..., None]:
@@ -92,7 +123,7 @@ def _converting(original: Callable[..., None]) -> Callable[..., None]:
             self, lora_config, adapter_name, target, target_name, parent, current_key, **kwargs
         )
         made = getattr(parent, target_name)
-        if isinstance(made, peft_lora.Linear) and _patches:
+        if isinstance(made, peft_lora.LoraLayer) and _patches:
             *_, wanted = _patches.values()
             family = _families.setdefault(self, Family())
             convert(made, current_key, wanted, family, just_made=True, again=False)

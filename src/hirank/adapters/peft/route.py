@@ -6,18 +6,16 @@ from typing import Any
 import torch
 from peft.tuners.lora import variants as peft_variants
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from hirank.adapters.explain import Route
+from hirank.adapters.peft.operands import convolves, embeds, factors, present, turned
 
-__all__ = ["Known", "adapter_obstacle", "base_obstacle", "plain_tensor", "present", "route"]
+__all__ = ["Known", "adapter_obstacle", "base_obstacle", "foreign_base", "plain_tensor", "route"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_dropout")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def present(layer: Any) -> list[str]:
-    return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -32,8 +30,9 @@ def plain_tensor(tensor: Tensor) -> bool:
 
 def base_obstacle(layer: Any) -> str | None:
     base = layer.base_layer
-    if type(base) is not nn.Linear:
-        return f"the base layer is {type(base).__name__}, not nn.Linear"
+    foreign = foreign_base(layer)
+    if foreign:
+        return foreign
     if _hooked(base):
         return "the base layer has hooks"
     if not plain_tensor(base.weight) or base.weight.dtype not in _FLOATS:
@@ -43,21 +42,61 @@ def base_obstacle(layer: Any) -> str | None:
     return None
 
 
+def foreign_base(layer: Any) -> str | None:
+    """Why the base layer is of no kind that hirank computes."""
+    base = layer.base_layer
+    if embeds(layer):
+        return _foreign_embedding(layer, base)
+    if convolves(layer):
+        kinds: tuple[type, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        wanted = "nn.Conv1d, nn.Conv2d or nn.Conv3d"
+    else:
+        kinds, wanted = (nn.Linear, Conv1D), "nn.Linear"
+    return None if type(base) in kinds else f"the base layer is {type(base).__name__}, not {wanted}"
+
+
+def _foreign_embedding(layer: Any, base: Any) -> str | None:
+    if not isinstance(base, nn.Embedding):
+        return f"the base layer is {type(base).__name__}, not nn.Embedding"
+    if base.max_norm is not None:
+        return "the embedding has max_norm: each lookup rewrites weights"
+    if base.sparse:
+        return "the embedding asks for sparse gradients"
+    if getattr(layer, "tp_layer", None) is not None:
+        return "the embedding is tensor-parallel"
+    return None
+
+
+_VARIANTS = (
+    peft_variants.DoraLinearVariant,
+    peft_variants.DoraEmbeddingVariant,
+    peft_variants.DoraConv1dVariant,
+    peft_variants.DoraConv2dVariant,
+    peft_variants.DoraConv3dVariant,
+)
+
+
 def adapter_obstacle(layer: Any, name: str) -> str | None:
     variant = layer.lora_variant.get(name)
-    if variant is not None and type(variant) is not peft_variants.DoraLinearVariant:
+    if variant is not None and type(variant) not in _VARIANTS:
         return f"adapter {name!r} is of kind {type(variant).__name__}"
     if layer.lora_bias.get(name):
         return f"adapter {name!r} has a bias of its own (lora_bias)"
     if isinstance(layer.scaling[name], Tensor):
         return f"the scaling of adapter {name!r} is a tensor"
-    A, B = layer.lora_A[name], layer.lora_B[name]
-    modules = [A, B, *([layer.lora_magnitude_vector[name]] if variant is not None else [])]
-    if type(A) is not nn.Linear or type(B) is not nn.Linear or any(map(_hooked, modules)):
+    weights: tuple[Tensor, ...] = factors(layer, name)
+    modules = [] if embeds(layer) else [layer.lora_A[name], layer.lora_B[name]]
+    kind = type(layer.base_layer) if convolves(layer) else nn.Linear
+    if any(type(module) is not kind for module in modules) or any(map(_hooked, modules)):
         return f"lora_A or lora_B of adapter {name!r} is not a plain module without hooks"
-    if not all(plain_tensor(module.weight) for module in modules):
+    if variant is not None:
+        holder = layer.lora_magnitude_vector[name]
+        if _hooked(holder):
+            return f"the magnitude of adapter {name!r} has hooks"
+        weights = (*weights, holder.weight)
+    if not all(map(plain_tensor, weights)):
         return f"adapter {name!r} is sharded"
-    if any(module.weight.device != layer.base_layer.weight.device for module in modules):
+    if any(weight.device != layer.base_layer.weight.device for weight in weights):
         return f"adapter {name!r} and the base weight are on different devices"
     return None
 
@@ -70,13 +109,14 @@ class Known:
 
     __slots__ = (
         "_active", "_hooks", "_modules", "_scales", "_training", "_weights",
-        "adapters", "backend", "base", "bias", "tier", "weight",
+        "adapters", "backend", "base", "bias", "tier", "turned", "weight",
     )  # fmt: skip
 
     def __init__(self, layer: Any, adapters: Callable[[Any, list[str]], list[Any]]) -> None:
         names = present(layer)
         self.tier = route(layer).tier
         self.base = layer.base_layer
+        self.turned = turned(self.base)
         self.weight, self.bias = self.base._parameters.get("weight"), None
         self._active = list(layer.active_adapters)
         self._training = layer.training
@@ -140,11 +180,16 @@ def route(layer: Any) -> Route:
     for obstacle in (base_obstacle(layer), *(adapter_obstacle(layer, name) for name in names)):
         if obstacle:
             return Route("peft", obstacle)
+    if embeds(layer):
+        return Route("composed", _count(names) + ", beside the base layer's lookup")
     dropped = [name for name in names if not isinstance(layer.lora_dropout[name], nn.Identity)]
     dropout = "dropout in training" if layer.training and dropped else ""
     if len(names) > 1:
-        several = f"{len(names)} active adapters"
-        return Route("composed", f"{several}, {dropout}" if dropout else several)
+        return Route("composed", f"{_count(names)}, {dropout}" if dropout else _count(names))
     if dropout:
         return Route("composed", dropout)
-    return Route("owned", "one adapter, whole linear")
+    return Route("owned", "one adapter, whole " + ("convolution" if convolves(layer) else "linear"))
+
+
+def _count(names: list[str]) -> str:
+    return "one adapter" if len(names) == 1 else f"{len(names)} active adapters"

@@ -1,0 +1,179 @@
+"""What converted layers of every kind have in common: norms, adapters, merge and unmerge."""
+
+import functools
+import warnings
+import weakref
+from typing import Any, cast
+
+import torch
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from torch import Tensor, nn
+
+from hirank.adapters.gain import NormCache
+from hirank.adapters.grouped import GroupedNormCache, GroupedNorms
+from hirank.adapters.groups import Family
+from hirank.adapters.layers import Adapter, Norms
+from hirank.adapters.merge import Increment, merge_into
+from hirank.adapters.peft.check import check_backend_of, check_shapes
+from hirank.adapters.peft.operands import (
+    as_matrix,
+    embeds,
+    factors,
+    groups_of,
+    magnitude_of,
+    norm_inputs,
+)
+from hirank.adapters.peft.options import Options
+from hirank.adapters.peft.route import Known, adapter_obstacle, base_obstacle
+from hirank.adapters.traced import TracedNorms
+
+__all__ = ["Converted", "adapters_of", "norms_of"]
+
+
+class Converted(nn.Module):  # a module, or an object of PEFT's class could not become one
+    """Stands before PEFT's class in the layers that `accelerate` makes."""
+
+    _hirank_known: "Known | None"  # the last route, for as long as it holds
+    _hirank_norms: dict[str, NormCache]
+    _hirank_family: Family  # the norms of all layers of its model
+    _hirank_base: Tensor | None  # the base weight while adapters are merged into it
+    _hirank_options: Options
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name in list(self._hirank_norms):
+            norms_of(self, name)  # a copy's own
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """As PEFT's, but accumulated in fp32 and rounded once; `unmerge` is then exact."""
+        layer, stock = cast(Any, self), cast(Any, super())
+        names = check_adapters_to_merge(layer, adapter_names)
+        held = layer.lora_embedding_A if embeds(layer) else layer.lora_A
+        names = [name for name in names if name in held]
+        if not names:
+            return
+        if self._hirank_base is None and layer.merged:
+            stock.merge(safe_merge, names)
+            return
+        everything = [*layer.merged_adapters, *names]
+        if groups_of(layer) > 1 or _obstructed(layer, everything):
+            if layer.merged:
+                self.unmerge()
+            stock.merge(safe_merge, everything)
+            return
+        _merge(layer, everything, safe_merge)
+
+    def unmerge(self) -> None:
+        """Puts back the very weight that was there before (kept meanwhile, so it takes memory)."""
+        if self._hirank_base is None:
+            cast(Any, super()).unmerge()
+            return
+        layer: Any = self
+        weight = layer.get_base_layer().weight
+        weight.data = self._hirank_base.to(device=weight.device, dtype=weight.dtype)
+        self._hirank_base = None
+        layer.merged_adapters.clear()
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        cast(Any, super()).delete_adapter(adapter_name)
+        self._hirank_norms.pop(adapter_name, None)
+
+
+def _obstructed(layer: Any, names: list[str]) -> bool:
+    return base_obstacle(layer) is not None or any(adapter_obstacle(layer, n) for n in names)
+
+
+def _merge(layer: Any, names: list[str], safe_merge: bool) -> None:
+    weight = layer.get_base_layer().weight
+    source = weight.data if layer._hirank_base is None else layer._hirank_base
+    adapters = [(norm_inputs(layer, name), magnitude_of(layer, name)) for name in names]
+    parts = [
+        Increment(A, B, magnitude, layer.scaling[name])
+        for name, ((_, A, B), magnitude) in zip(names, adapters, strict=True)
+    ]
+    merged = torch.empty_like(source)
+    rows = as_matrix(layer, merged)
+    merge_into(rows, as_matrix(layer, source), parts)
+    if rows.data_ptr() != merged.data_ptr():  # of a layout that has no such view
+        merged = rows.view(source.shape)
+    if safe_merge and not torch.isfinite(merged).all():
+        raise ValueError(
+            f"NaNs detected in the merged weights. The adapter {names[-1]} seems to be broken"
+        )
+    layer._hirank_base = source
+    weight.data = merged
+    layer.merged_adapters[:] = names
+
+
+def adapters_of(layer: Any, names: list[str], *, traced: bool = False) -> list[Adapter]:
+    """The adapters as they stand at this call, checked; A and B as they lie.
+
+    Raises:
+        HirankError: shapes that do not fit; Triton was asked for and cannot run here.
+    """
+    if not traced:
+        settings: Options = layer._hirank_options
+        check_shapes(settings.name, layer, names)
+        check_backend_of(settings.name, layer, settings.backend)
+    return [_adapter(layer, name, traced) for name in names]
+
+
+def _adapter(layer: Any, name: str, traced: bool) -> Adapter:
+    magnitude = magnitude_of(layer, name)
+    if not traced and magnitude is not None:
+        _warn_half_magnitude(magnitude)
+    dropout = layer.lora_dropout[name] if layer.training and not embeds(layer) else None
+    norms: Norms | None = None
+    if magnitude is not None:
+        norms = _traced_norms(layer) if traced else norms_of(layer, name)
+    return Adapter(
+        *factors(layer, name),
+        magnitude,
+        layer.scaling[name],
+        None if isinstance(dropout, nn.Identity) else dropout,
+        norms,
+        layer._hirank_options.single_gemm,
+    )
+
+
+def _traced_norms(layer: Any) -> Norms:
+    groups = groups_of(layer)
+    return GroupedNorms(groups) if groups > 1 else TracedNorms()
+
+
+def norms_of(layer: Any, name: str) -> NormCache:
+    """The norms of one adapter, made where there are none."""
+    norms: NormCache | None = layer._hirank_norms.get(name)
+    if norms is None or norms.owner() is not layer:  # new, or a copy made with its layer
+        owner = weakref.ref(layer)
+        source, groups = functools.partial(_source, owner, name), groups_of(layer)
+        norms = NormCache(source, owner, layer._hirank_family)
+        if groups > 1:
+            norms = GroupedNormCache(source, owner, layer._hirank_family, groups=groups)
+        layer._hirank_norms[name] = norms
+    return norms
+
+
+def _source(owner: "weakref.ref[Any]", name: str) -> tuple[Tensor, Tensor, Tensor, float] | None:
+    """What the norm of an adapter depends on; None while its layer does not run it.
+
+    None, too, where that is not a view of the weights: whoever keeps it would not see them change.
+    """
+    layer = owner()
+    if layer is None or name not in layer.lora_variant or name not in layer.active_adapters:
+        return None
+    found = norm_inputs(layer, name)
+    held = (layer.base_layer.weight, *factors(layer, name))
+    if any(a.data_ptr() != b.data_ptr() for a, b in zip(found, held, strict=True)):
+        return None
+    return *found, layer.scaling[name]
+
+
+def _warn_half_magnitude(magnitude: Tensor) -> None:
+    half = magnitude.dtype in (torch.bfloat16, torch.float16)
+    if half and magnitude.requires_grad and torch.is_grad_enabled():
+        warnings.warn(
+            f"lora_magnitude_vector is trained in {magnitude.dtype}, where most updates round to "
+            "zero and DoRA decays to LoRA: keep it in float32.",
+            stacklevel=5,
+        )

@@ -1,0 +1,37 @@
+"""The converted embedding: PEFT's `lora.Embedding` with hirank's forward, merge and unmerge."""
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import layer as peft_lora
+from torch import Tensor
+
+from hirank.adapters.embedding import Table, embedding_forward
+from hirank.adapters.peft.check import fault_of_call
+from hirank.adapters.peft.converted import Converted, adapters_of
+from hirank.adapters.peft.operands import present
+from hirank.adapters.peft.route import route
+
+__all__ = ["FastEmbedding"]
+
+
+class FastEmbedding(Converted, peft_lora.Embedding):
+    """PEFT's `lora.Embedding`, computed by hirank. Made by `accelerate` only."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or route(self).tier == "peft":
+            return super().forward(x, *args, **kwargs)
+        adapters = adapters_of(self, present(self), traced=torch.compiler.is_compiling())
+        try:
+            return embedding_forward(x, _table(self), adapters, self._hirank_options.backend)
+        except (ValueError, RuntimeError, IndexError) as error:
+            fault = None if torch.compiler.is_compiling() else fault_of_call(self, x)
+            if fault is None:
+                raise
+            raise fault from error
+
+
+def _table(layer: Any) -> Table:
+    base = layer.base_layer
+    stretch = layer._get_embed_scale()
+    return Table(base, base.weight, base.padding_idx, base.scale_grad_by_freq, stretch)

@@ -1,0 +1,84 @@
+"""What the layers of each kind hold, as the matrices that norms and merges are made of.
+
+    kind                 W [N, K]            A [R, K], B [N, R]           N
+    nn.Linear            the weight          lora_A, lora_B               out features
+    GPT-2's Conv1D       its transpose       lora_A, lora_B               out features
+    nn.Embedding         its transpose       lora_embedding_A and _B      dimensions
+    nn.Conv1d, 2d, 3d    channels by rest    lora_A, lora_B, flattened    out channels
+
+Everything is a view of what the layer holds, wherever its layout allows.
+"""
+
+from typing import Any
+
+from peft.tuners.lora import layer as peft_lora
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from hirank.adapters.conv import matrices
+
+__all__ = [
+    "as_matrix",
+    "convolves",
+    "embeds",
+    "factors",
+    "groups_of",
+    "magnitude_of",
+    "norm_inputs",
+    "present",
+    "turned",
+]
+
+
+def embeds(layer: Any) -> bool:
+    return isinstance(layer, peft_lora.Embedding)
+
+
+def convolves(layer: Any) -> bool:
+    return isinstance(layer, peft_lora._ConvNd)
+
+
+def turned(base: nn.Module) -> bool:
+    """Whether the base weight lies as [K, N]."""
+    return isinstance(base, (Conv1D, nn.Embedding))
+
+
+def groups_of(layer: Any) -> int:
+    return int(layer.base_layer.groups) if convolves(layer) else 1
+
+
+def present(layer: Any) -> list[str]:
+    """The active adapters that the layer has."""
+    held = layer.lora_embedding_A if embeds(layer) else layer.lora_A
+    return [name for name in layer.active_adapters if name in held]
+
+
+def factors(layer: Any, name: str) -> tuple[Tensor, Tensor]:
+    """The parameters A and B as they lie."""
+    if embeds(layer):
+        return layer.lora_embedding_A[name], layer.lora_embedding_B[name]
+    return layer.lora_A[name].weight, layer.lora_B[name].weight
+
+
+def magnitude_of(layer: Any, name: str) -> Tensor | None:
+    """m as [N]; None for plain LoRA."""
+    if name not in layer.lora_variant:
+        return None
+    magnitude: Tensor = layer.lora_magnitude_vector[name].weight
+    return magnitude if magnitude.dim() == 1 else magnitude.flatten()
+
+
+def as_matrix(layer: Any, weight: Tensor) -> Tensor:
+    """A tensor that lies as the base weight does, as [N, K]; to be written to, too."""
+    if turned(layer.base_layer):
+        return weight.T
+    return matrices(weight, weight, weight)[0] if weight.dim() > 2 else weight
+
+
+def norm_inputs(layer: Any, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """W, A and B as matrices, in one order of columns."""
+    weight = layer.base_layer.weight
+    A, B = factors(layer, name)
+    if convolves(layer):
+        return matrices(weight, A, B, groups_of(layer))
+    return (weight.T if turned(layer.base_layer) else weight), A, B
