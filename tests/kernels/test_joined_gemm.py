@@ -115,7 +115,10 @@ def test_the_layer_within_budget_at_real_sizes(shape, dtype, bias, dora, monkeyp
     truth = outputs_and_gradients(lambda **x: plain_dora_linear(wide, **x), wide.leaves())
     assert_within_budget(got, plain, truth, dtype)
     assert relative_rms(got["out"], truth["out"]) <= relative_rms(plain["out"], truth["out"])
-    assert len(taken) == 2
+    M, N, K, _ = shape
+    least = min(tile.least for tile in tiles(case.x.device).joined)
+    large = [-(-M // 128) * -(-columns // 128) >= least for columns in (N, K)]  # y, dx
+    assert len(taken) == sum(large) >= 1
 
 
 @pytest.mark.gpu
