@@ -78,7 +78,7 @@ class Hyper:
     from step to step; 0 is off."""
 
     state: Literal["fp32", "bf16", "int8"] = "fp32"
-    """How moments are kept. int8: block-wise, tensors under 4096 numbers stay in fp32."""
+    """How moments are kept; int8 is block-wise. Tensors under 4096 numbers stay in fp32."""
 
     rounding: Literal["stochastic", "feedback"] = "stochastic"
     """How int8 moments are rounded: up or down at random, or to the nearest with the error kept, in
@@ -126,13 +126,14 @@ _NAMES = tuple(field.name for field in fields(Hyper))
 
 def hyper_of(group: Mapping[str, Any]) -> Hyper:
     """The settings of a parameter group, lr as a number if a scheduler made it a tensor."""
-    return _made(float(group["lr"]), *(group[name] for name in _NAMES if name != "lr"))
+    values = {name: group[name] for name in _NAMES}
+    return _made(*(values | {"lr": float(group["lr"]), "betas": tuple(group["betas"])}).values())
 
 
 @lru_cache(maxsize=256)
-def _made(lr: float, *rest: Any) -> Hyper:
+def _made(*values: Any) -> Hyper:
     """Checked once, not for every parameter of every step."""
-    return Hyper(lr=lr, **dict(zip((name for name in _NAMES if name != "lr"), rest, strict=True)))
+    return Hyper(**dict(zip(_NAMES, values, strict=True)))
 
 
 # What is refused.
