@@ -148,12 +148,12 @@ def test_training_in_int8_follows_fp32():
     draw, losses = torch.Generator().manual_seed(3), []
     x = torch.randn(256, 32, generator=draw)
     target = x @ torch.randn(32, 8, generator=draw) / 6
-    for cls in (GaLoreAdamW, QGaLoreAdamW):
+    for kept in ("keep", "int8"):
         model = mlp()
-        optimizer = cls(model, rank=8, gap=20, lr=0.003, scale=1.0)
-        for _ in range(200):
+        optimizer = GaLoreAdamW(model, rank=8, gap=20, lr=0.003, scale=1.0, weights=kept)
+        for _ in range(60):
             loss(model, x, target).backward()
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss(model, x, target).item())
-    assert losses[0] < 0.3 and losses[1] < 1.1 * losses[0]
+    assert losses[0] < 0.05 and losses[1] < 1.1 * losses[0]
