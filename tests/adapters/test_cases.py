@@ -281,6 +281,35 @@ def test_d12_d19_every_change_is_noticed(change, training):
     torch.testing.assert_close(norm_in_use(layer).double(), fresh_norm(layer), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("passes", [0, 1, 2])
+@pytest.mark.parametrize("change", ["B", "base", "another parameter"])
+def test_d12_d19_what_changes_while_another_adapter_is_active_is_noticed(change, passes):
+    """Two layers, as a norm that is kept is looked after when the first of them comes by."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    config = LoraConfig(r=4, use_dora=True, target_modules=["0", "1"])
+    model = get_peft_model(base, config)
+    model.add_adapter("other", config)
+    model = perturb(hirank.accelerate(model))
+    x = torch.randn(3, 16)
+    model(x)
+    model.set_adapter("other")
+    for _ in range(passes):
+        model(x)
+    for layer in (model.base_model.model[0], model.base_model.model[1]):
+        B = layer.lora_B["default"]
+        if change == "B":
+            B.weight.data.add_(0.3)
+        elif change == "base":
+            layer.base_layer.weight.data.mul_(1.5)
+        else:
+            B.weight = nn.Parameter(B.weight.detach() + 0.3)
+    model.set_adapter("default")
+    y = model(x)
+    fresh = hirank.accelerate(copy.deepcopy(model))
+    torch.testing.assert_close(y, fresh(x))
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_d12_second_forward_repeats_no_weight_work(training):
     model = perturb(wrap(Lin(96, 80))).train(training)

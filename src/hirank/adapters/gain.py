@@ -140,7 +140,7 @@ class NormCache:
         On the meta device nothing is computed: the result is an empty meta tensor.
         """
         member = self.members.get(dtype)
-        if member is not None and member.serves(lora_A, lora_B, scale):
+        if member is not None and member.serves(weight, lora_A, lora_B, scale):
             return member.norm
         with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
             return self._checked_norm(weight, lora_A, lora_B, scale, dtype)
@@ -157,7 +157,7 @@ class NormCache:
             found = None if group is None else group.record(self)
             return _in_capture(weight, lora_A, lora_B, scale, dtype) if found is None else found
         if group is not None:
-            return group.norm(self, lora_A, lora_B, scale)
+            return group.norm(self, weight, lora_A, lora_B, scale)
         value = self._values.get(dtype)
         if value is not None and in_backward():
             return value.norm

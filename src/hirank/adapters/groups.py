@@ -16,10 +16,10 @@ refresh itself is recorded, once a graph: played, it compares the prints and com
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ __all__ = ["Family", "Group", "Member", "Source", "in_backward", "version"]
 Source = Callable[[], tuple[Tensor, Tensor, Tensor, float] | None]
 """Where a cache finds W, A, B and s at any time; None once the layer is gone."""
 
-LOCK = threading.RLock()
+LOCK = RLock()
 
 _STEPS = itertools.count(1)
 _step = 0
@@ -122,21 +122,38 @@ class Member:
     seen: dict[int, int | None] = field(default_factory=dict)
     """By thread: the last pass of that thread in which it came by."""
     visible: tuple[Any, ...] = ()
+    watched: tuple[Tensor, ...] = ()
+    """W, A and B as last surveyed."""
 
-    def serves(self, lora_A: Tensor, lora_B: Tensor, scale: float) -> bool:
-        """Whether the norm is good for this call: the hot path, so few and cheap."""
-        group, thread = self.group, threading.get_ident()
-        turn = group.passes.get(thread)
-        good = (
-            group.built == group.family.changes
-            and ((turn is not None and self.seen.get(thread) != turn) or in_backward())
-            and self.visible == (scale, version(lora_A), version(lora_B))
-            and (group.step == _step or not lora_A.requires_grad)
-            and (group.index is None or group.in_order(group.index))
+    def knows(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> bool:
+        """Whether a call comes with the tensors that are watched."""
+        known = self.watched
+        return len(known) == 3 and (
+            known[0] is weight and known[1] is lora_A and known[2] is lora_B
         )
-        if good:
-            self.seen[thread] = turn
-        return good
+
+    def serves(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> bool:
+        """Whether the norm is good for this call: the hot path, so few and cheap."""
+        group, thread = self.group, get_ident()
+        turn = group.passes.get(thread)  # None, and never seen: not in a pass of this thread
+        try:
+            visible = (scale, lora_A._version, lora_B._version)
+        except RuntimeError:  # inference tensors have no version
+            visible = (scale, version(lora_A), version(lora_B))
+        if not (
+            group.built == group.family.changes
+            and self.visible == visible
+            and self.knows(weight, lora_A, lora_B)
+            and (self.seen.get(thread) != turn or in_backward())
+            and (group.step == _step or not lora_A.requires_grad)
+        ):
+            return False
+        if group.index is not None:  # what is launched now must follow the refresh, and must run
+            stream = raw_stream(group.index)
+            if stream != group.stream or (stream and capturing()):
+                return False
+        self.seen[thread] = turn
+        return True
 
 
 class Group:
@@ -155,16 +172,13 @@ class Group:
         self._dtype: torch.dtype = key[-1]
         self._caches: list[weakref.ref[NormCache]] = []
         self._marks: list[tuple[Any, ...]] = []
+        self._found: _Survey | None = None
+        """The last survey; None: ask the layers anew."""
         self._table: ReplayableNormTable | None = None
-        self._stream = 0
+        self.stream = 0
         self._done: torch.cuda.Event | None = None
         self._capture: int | None = None
         self._is_recorded = False
-
-    def in_order(self, index: int) -> bool:
-        """Whether what is launched now comes after the last refresh, and is not recorded."""
-        stream = raw_stream(index)
-        return stream == self._stream and not (stream and capturing())
 
     def computed(self, cache: NormCache) -> int:
         """How often the table computed the norm of one cache. Waits for the device."""
@@ -173,38 +187,44 @@ class Group:
             found = (n for c, n in zip(self._caches, counts, strict=True) if c() is cache)
             return next(found, 0)
 
-    def norm(self, cache: NormCache, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
+    def norm(
+        self, cache: NormCache, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float
+    ) -> Tensor:
         """The norm of one cache, all others brought up to date with it."""
         with LOCK:
             self._wait()
             member = cache.members.get(self._dtype)
             if member is None or member.group is not self:
                 self.built = -1
-            elif member.serves(lora_A, lora_B, scale):  # another thread was quicker
+            elif member.serves(weight, lora_A, lora_B, scale):  # another thread was quicker
                 return member.norm
+            elif not member.knows(weight, lora_A, lora_B) or member.visible[:1] != (scale,):
+                self._found = None
             self.refresh()
-            thread, member = threading.get_ident(), cache.members[self._dtype]
+            thread, member = get_ident(), cache.members[self._dtype]
             turn = self.passes[thread] = self.passes.get(thread, 0) + 1
             member.seen[thread] = turn
             return member.norm
 
     def _wait(self) -> None:
         stream = 0 if self.index is None else raw_stream(self.index)
-        if stream != self._stream and self._done is not None:
+        if stream != self.stream and self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
-        self._stream = stream
+        self.stream = stream
 
     def refresh(self) -> None:
         """Compute what visibly changed, and let the device look for what did not show."""
         changes, step = self.family.changes, _step
-        found = self._survey() if self.built == changes else None
+        found = None
+        if self.built == changes:
+            found = self._survey() if self._found is None else self._found.again()
         if found is None or _places(found.marks) != _places(self._marks):
             found = apart(self._device, self._rebuild)
         self._launch(self._visible(found, step), len(found.entries))
         # what the host knows, only now: another thread may act on it at once
-        self._marks, self.step, self.built = found.marks, step, changes
-        for member, mark in zip(found.members, found.marks, strict=True):
-            member.visible = mark[6:9]
+        self._marks, self.step, self.built, self._found = found.marks, step, changes, found
+        for member, entry, mark in zip(found.members, found.entries, found.marks, strict=True):
+            member.visible, member.watched = mark[6:9], entry[:3]
         if self.index is not None:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
@@ -251,10 +271,19 @@ class Group:
                 if self._is_recorded:  # the norms belong to a graph now
                     cache.members.pop(self._dtype, None)
         found = self._survey()
+        self._dismiss(found.caches)
         self._table = ReplayableNormTable(found.entries, self._dtype)
         self._caches, self._marks = found.caches, []
         self._capture, self._is_recorded = None, False
         return found
+
+    def _dismiss(self, kept: list[weakref.ref[NormCache]]) -> None:
+        """Caches that the table no longer watches have no norm that could be served."""
+        here = {id(ref()) for ref in kept}
+        for cache in self.family.caches():
+            member = cache.members.get(self._dtype)
+            if member is not None and member.group is self and id(cache) not in here:
+                del cache.members[self._dtype]
 
     def _visible(self, found: _Survey, step: int) -> list[int]:
         if not self._marks:
@@ -303,6 +332,10 @@ class _Survey(NamedTuple):
     members: list[Member]
     entries: list[NormEntry]
     marks: list[tuple[Any, ...]]
+
+    def again(self) -> _Survey:
+        """The same tensors as they are now. That a layer has others, its own call tells."""
+        return self._replace(marks=[_mark(entry) for entry in self.entries])
 
 
 def _mark(entry: NormEntry) -> tuple[Any, ...]:
