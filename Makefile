@@ -32,7 +32,7 @@ demo: $(STAMP)      ## fine-tune SmolLM2-135M (or MODEL=folder or Hub name) and 
 test: lint          ## style, types and every test that needs no GPU
 	$(BIN)/python -m pytest -q -n $(JOBS)
 	$(BIN)/python -c 'import triton' 2>/dev/null || { echo "No Triton here: its kernels were not tested."; exit 0; }; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(JOBS) tests/kernels tests/adapters -k "kernels or d12 or d17 or d19"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(JOBS) tests/kernels tests/adapters -k "kernels or capture or d12 or d17 or d19"
 
 lint: $(STAMP)      ## ruff, mypy and the house rules
 	$(BIN)/ruff check .
