@@ -1,13 +1,18 @@
 """Every op that hirank registers is what PyTorch's compiler and fake tensors believe it to be."""
 
+import importlib
+import pkgutil
+
 import pytest
 import torch
 from torch import Tensor
 
-import hirank.adapters.traced  # noqa: F401  (registers)
-import hirank.kernels.dora_compose
-import hirank.kernels.gain_pass  # noqa: F401
+import hirank
 from hirank.kernels._triton import interpreting
+
+for found in pkgutil.walk_packages(hirank.__path__, "hirank."):
+    if found.name.startswith(("hirank.kernels", "hirank.adapters")):
+        importlib.import_module(found.name)  # registers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 M, N, K, R = 7, 20, 12, 3
@@ -73,6 +78,18 @@ def compose_backward(base: bool, needs: tuple[bool, bool, bool]):
     return (given, *tensors, 1.5, *needs)
 
 
+def plane(base: bool):
+    optional = rows(2, N, M, grad=False) if base else None
+    row = rows(N, grad=False), positive(N), None
+    return (optional, rows(2, N, M, grad=False), *row, optional, 1.5)
+
+
+def plane_backward(base: bool, needs: tuple[bool, bool, bool]):
+    given = rows(2, N, M, grad=False)
+    row = rows(N, grad=False), positive(N), None
+    return (given, given + 1 if base else None, given + 2, *row, 1.5, *needs)
+
+
 CASES = {
     "adapted_linear": [linear(d, b, t) for d in (True, False) for b in (True, False)
                        for t in (True, False)] + [linear(True, True, True, ())],
@@ -86,6 +103,9 @@ CASES = {
     "dora_compose_fwd": [compose(True, False, True), compose(False, True, False)],
     "dora_compose_bwd": [compose_backward(True, (True, True, True)),
                          compose_backward(False, (False, True, False))],
+    "plane_compose_fwd": [plane(True), plane(False)],
+    "plane_compose_bwd": [plane_backward(True, (True, True, True)),
+                          plane_backward(False, (False, True, False))],
 }  # fmt: skip
 
 
