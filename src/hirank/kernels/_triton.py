@@ -66,8 +66,18 @@ def direct(tensor: Tensor) -> bool:
     )
 
 
+_WORKSPACES: dict[tuple[int, int | None], Tensor] = {}
+
+
 def _workspace(size: int, alignment: int, stream: int | None) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+    """Kept for each stream: its launches follow each other, and each writes what it reads."""
+    key = torch.cuda.current_device(), stream
+    found = _WORKSPACES.get(key)
+    if found is None or found.numel() < size:
+        if torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+            return torch.empty(size, dtype=torch.int8, device="cuda")
+        found = _WORKSPACES[key] = torch.empty(size, dtype=torch.int8, device="cuda")
+    return found
 
 
 def use_workspace() -> None:
@@ -121,8 +131,9 @@ class Launcher:
         options: dict[str, int],
     ) -> None:
         pointers = [t.data_ptr() for t in tensors]
+        device = tensors[0].get_device()
         look = (
-            tensors[0].get_device(), numbers, constants, *options.values(),
+            device, numbers, constants, *options.values(),
             *[t.dtype for t in tensors], *[p & 15 for p in pointers],
         )  # fmt: skip
         compiled = self._compiled.get(look)
@@ -134,7 +145,7 @@ class Launcher:
         if _listened_to():
             compiled[grid](*pointers, *numbers, *constants)
             return
-        stream = torch._C._cuda_getCurrentRawStream(look[0])
+        stream = torch._C._cuda_getCurrentRawStream(device)
         compiled.run(  # what compiled[grid] comes to when nobody listens
             *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
             *pointers, *numbers, *constants,

@@ -291,8 +291,8 @@ def _plain(row: Family, processors: int) -> Tiles:
         min_training=row.min_training,
         min_inference=row.min_inference,
         joined=tuple(
-            Joined(*tile, programs=processors, least=waves * processors)
-            for *tile, waves in row.joined
+            Joined(m, n, k, warps, stages, processors, waves * processors)
+            for m, n, k, warps, stages, waves in row.joined
         ),
         source=f"tiles measured on {row.tiles_from}" if row.tiles_from else "default tiles",
         crossover_source=(
