@@ -6,6 +6,8 @@ Public names:
     restore(model)      undo it
     explain(model)      which way each layer takes, and why
     patch_peft()        make PEFT create converted layers from now on
+    register_quantised_linear(layer_class, dequantize)
+                        adapt a class of quantised linear that nobody knew
     GaLoreAdamW, QGaLoreAdamW, Fira, Apollo, ApolloMini
                         train all weights with the optimiser's state in low rank
     diagnose(model)     traps that a training is about to fall into
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hirank.errors import HirankError
 
 if TYPE_CHECKING:
+    from hirank.adapters.dequantise import register_quantised_linear
     from hirank.adapters.peft import accelerate, explain, patch_peft, restore
     from hirank.doctor import diagnose
     from hirank.optim.presets import Apollo, ApolloMini, Fira, GaLoreAdamW, QGaLoreAdamW
@@ -34,6 +37,7 @@ __all__ = [
     "diagnose",
     "explain",
     "patch_peft",
+    "register_quantised_linear",
     "restore",
 ]
 
@@ -44,6 +48,10 @@ def __getattr__(name: str) -> Any:
         from hirank.adapters import peft
 
         return getattr(peft, name)
+    if name == "register_quantised_linear":
+        from hirank.adapters.dequantise import register_quantised_linear
+
+        return register_quantised_linear
     if name in ("Apollo", "ApolloMini", "Fira", "GaLoreAdamW", "QGaLoreAdamW"):
         from hirank.optim import presets
 

@@ -17,6 +17,7 @@ from hirank.adapters.peft.embedding import FastEmbedding
 from hirank.adapters.peft.layer import FastLinear
 from hirank.adapters.peft.operands import factors, groups_of, norm_inputs
 from hirank.adapters.peft.options import Options, options
+from hirank.adapters.peft.quantised import convert_quantised, restore_quantised
 from hirank.adapters.peft.route import adapter_obstacle, foreign_base
 from hirank.errors import HirankError
 from hirank.kernels.grouped_norm import grouped_norm
@@ -97,6 +98,8 @@ def convert(
         just_made: by `patch`; m is right already.
         again: whether `wanted` replaces what an already converted layer has.
     """
+    if convert_quantised(layer, name, wanted, family, just_made=just_made, again=again):
+        return
     known = convertible(layer)
     if known:
         layer.__class__ = CONVERTED[type(layer)]
@@ -162,7 +165,7 @@ def restore(model: Model) -> Model:
     """Undo `accelerate`: the layers are PEFT's own again, in place, merged ones stay merged."""
     for _, layer in lora_layers(model):
         kind = next((stock for stock, fast in CONVERTED.items() if type(layer) is fast), None)
-        if kind is not None:
+        if not restore_quantised(layer) and kind is not None:
             merged = list(layer.merged_adapters) if layer._hirank_base is not None else []
             if merged:
                 layer.unmerge()

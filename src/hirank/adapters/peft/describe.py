@@ -9,6 +9,8 @@ from hirank.adapters.explain import Explanation, Route, Row
 from hirank.adapters.peft.convert import CONVERTED, convertible, lora_layers
 from hirank.adapters.peft.converted import Converted
 from hirank.adapters.peft.operands import as_matrix, convolves, embeds, present
+from hirank.adapters.peft.quantised import QuantisedLayer, fast_class
+from hirank.adapters.peft.quantised_route import describe_quantised
 from hirank.adapters.peft.route import foreign_base, route
 from hirank.kernels._tuning import tier, tiles
 
@@ -34,12 +36,14 @@ def _kind(layer: Any) -> str:
 
 
 def _explained(layer: Any) -> Route:
+    if isinstance(layer, QuantisedLayer):
+        return describe_quantised(layer)
     if isinstance(layer, Converted):
         found = route(layer)
         if found.tier == "owned":
             return _owned(layer, found.reason)
         return _composed(layer, found.reason) if found.tier == "composed" else found
-    if convertible(layer):
+    if convertible(layer) or fast_class(layer) is not None:
         return Route("peft", "not converted: call hirank.accelerate(model)")
     if type(layer) in CONVERTED:
         return Route("peft", foreign_base(layer) or "")

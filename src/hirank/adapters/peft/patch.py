@@ -15,6 +15,7 @@ from hirank.adapters.groups import Family
 from hirank.adapters.peft.convert import convert, fresh_norm
 from hirank.adapters.peft.operands import embeds, factors, turned
 from hirank.adapters.peft.options import Options, options
+from hirank.adapters.peft.quantised import dispatching, may_init, quantised_init
 from hirank.adapters.peft.route import foreign_base, plain_tensor
 
 __all__ = ["Patch", "patch_peft"]
@@ -39,6 +40,8 @@ class Patch:
             convs = peft_variants._DoraConvNdVariant
             _replace(convs, "init_convd_variant", staticmethod(_fast_conv_init(convs)))
             _replace(owner, "_create_and_replace", _converting(owner._create_and_replace))
+            create = staticmethod(dispatching(owner._create_new_module))
+            _replace(owner, "_create_new_module", create)
         _patches[id(self)] = wanted
 
     def remove(self) -> None:
@@ -65,6 +68,9 @@ def _fast_init(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
+        if may_init(module):
+            quantised_init(module, adapter_name)
+            return
         if not _untrained(module, adapter_name):
             original(module, adapter_name, **kwargs)
             return

@@ -1,0 +1,319 @@
+"""The converted layers over quantised bases: PEFT's classes with hirank's forward.
+
+PEFT has one class for each library. Each gets a subclass here, made when first needed, so that no
+library is imported that the model does not use. Merging and unmerging stay PEFT's: they quantise
+again, which loses more than how it is done.
+"""
+
+import functools
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft.tuners.lora import layer as peft_lora
+from peft.tuners.lora import variants as peft_variants
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from hirank.adapters.dequantise import Packed, is_registered, kind_of
+from hirank.adapters.explain import Route
+from hirank.adapters.groups import Family
+from hirank.adapters.peft.options import Options
+from hirank.adapters.peft.quantised_route import (
+    check_quantised,
+    fault_of_quantised,
+    known_kind,
+)
+from hirank.adapters.peft.quantised_route import quantised_present as present
+from hirank.adapters.peft.quantised_route import quantised_route as route
+from hirank.adapters.quantised import QuantisedAdapter, composed_quantised, owned_quantised
+from hirank.adapters.quantised_norms import QuantisedNorms, Watch
+from hirank.errors import HirankError
+
+__all__ = ["QuantisedLayer", "RegisteredLinear", "convert_quantised", "dispatching", "fast_class"]
+__all__ += ["may_init", "quantised_init", "restore_quantised"]
+
+_STOCK = {
+    "FastLinear4bit": ("peft.tuners.lora.bnb", "Linear4bit"),
+    "FastLinear8bitLt": ("peft.tuners.lora.bnb", "Linear8bitLt"),
+    "FastHqqLinear": ("peft.tuners.lora.hqq", "HqqLoraLinear"),
+    "FastTorchaoLinear": ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
+}
+
+
+class QuantisedLayer:
+    """What hirank does for a LoRA layer of PEFT's over a quantised linear."""
+
+    _hirank_norms: dict[str, QuantisedNorms]
+    _hirank_watch: Watch  # the norms of all such layers of its model
+    _hirank_options: Options
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs:  # adapter_names, aLoRA offsets, or a base layer with more arguments
+            return self._by_peft(x, *args, **kwargs)
+        found = route(self)
+        if found.tier == "peft" or (torch.compiler.is_compiling() and not _has_dora(self)):
+            return self._by_peft(x)
+        try:
+            y: Tensor = _outside_graphs(self, x, found)
+            return y
+        except (ValueError, RuntimeError, IndexError) as error:
+            fault = fault_of_quantised(self, x)
+            if fault is None:
+                raise
+            raise fault from error
+
+    def _by_peft(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return y
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)  # type: ignore[misc]
+        self._hirank_norms.pop(adapter_name, None)
+
+    def norms_of(self, name: str) -> QuantisedNorms:
+        """The norms of one adapter."""
+        if name not in self._hirank_norms:
+            beside = next(iter(self._hirank_norms.values()), None)
+            self._hirank_norms[name] = QuantisedNorms(self._hirank_watch, beside)
+        norms = self._hirank_norms[name]
+        if norms.watch is not self._hirank_watch:  # new, or a copy made with its layer
+            norms.watch = self._hirank_watch
+            norms.watch.join(norms)
+        return norms
+
+
+class RegisteredLinear(QuantisedLayer, peft_lora.Linear):
+    """LoRA and DoRA over a layer of a class that was registered. Made by `patch_peft` only."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, **kwargs: Any) -> None:
+        self.__dict__.update(_hirank_norms={}, _hirank_watch=Watch(), _hirank_options=Options())
+        super().__init__(base_layer, adapter_name, **kwargs)
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        for names in (("in_features", "out_features"), ("infeatures", "outfeatures")):
+            if all(hasattr(module, name) for name in names):
+                return int(getattr(module, names[0])), int(getattr(module, names[1]))
+        kind = kind_of(module)
+        assert kind is not None
+        n, k = kind.weight(module, torch.float32).shape
+        return k, n
+
+    def resolve_lora_variant(self, *, config: Any, **kwargs: Any) -> Any:
+        variant: Any = super().resolve_lora_variant(config=config, **kwargs)
+        if type(variant) is peft_variants.DoraLinearVariant:
+            variant.init = quantised_init  # type: ignore[method-assign]
+        return variant
+
+    def _by_peft(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = route(self)
+        idle = self.disable_adapters or not present(self)
+        if found.tier == "peft" and _has_dora(self) and not idle:
+            raise HirankError(
+                f"{self._hirank_options.name} is over {type(self.base_layer).__name__}, which only "
+                f"hirank computes with DoRA, and {found.reason}: take that away, or use LoRA."
+            )
+        return super()._by_peft(x, *args, **kwargs)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refused: only the library that made the layer could quantise it again."""
+        raise HirankError(
+            f"{self._hirank_options.name} is over {type(self.base_layer).__name__}, into which "
+            "nothing can be merged: merge into the model that was quantised, or keep the adapter."
+        )
+
+
+class _TorchaoLayer(QuantisedLayer):
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """As PEFT's, but not for DoRA, which PEFT would merge as if it were LoRA."""
+        layer: Any = self
+        names = layer.active_adapters if adapter_names is None else adapter_names
+        if any(name in layer.lora_variant for name in names):
+            raise HirankError(
+                f"{self._hirank_options.name} has a torchao weight, into which PEFT merges DoRA "
+                "without its magnitude: merge into the model that was quantised instead."
+            )
+        super().merge(safe_merge=safe_merge, adapter_names=adapter_names)  # type: ignore[misc]
+
+
+def _has_dora(layer: Any) -> bool:
+    return any(name in layer.lora_variant for name in present(layer))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_graphs(layer: Any, x: Tensor, found: Route) -> Tensor:
+    settings: Options = layer._hirank_options
+    packed = Packed(layer.base_layer, known_kind(layer), x)
+    adapters = [_adapter(layer, name) for name in present(layer)]
+    if found.tier == "owned":
+        return owned_quantised(x, packed, adapters[0], settings.backend)
+    return composed_quantised(x, packed, adapters, settings.backend)
+
+
+def _adapter(layer: Any, name: str) -> QuantisedAdapter:
+    dora = name in layer.lora_variant
+    dropout = layer.lora_dropout[name] if layer.training else None
+    return QuantisedAdapter(
+        layer.lora_A[name].weight,
+        layer.lora_B[name].weight,
+        layer.lora_magnitude_vector[name].weight if dora else None,
+        layer.scaling[name],
+        None if isinstance(dropout, nn.Identity) else dropout,
+        layer.norms_of(name) if dora else None,
+        layer._hirank_options.single_gemm,
+    )
+
+
+# The classes.
+
+
+def __getattr__(name: str) -> type:  # so that pickle finds them, too
+    if name not in _STOCK:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _made(name)
+
+
+@functools.cache
+def _made(name: str) -> type:
+    module, stock = _STOCK[name]
+    base = getattr(importlib.import_module(module), stock)
+    ours = _TorchaoLayer if name == "FastTorchaoLinear" else QuantisedLayer
+    parts = {"__module__": __name__, "__qualname__": name, "__doc__": f"`{stock}`, by hirank."}
+    return type(name, (ours, base), parts)
+
+
+def fast_class(layer: Any) -> type | None:
+    """The converted class for a layer of PEFT's over a quantised base that hirank knows."""
+    for name, (module, stock) in _STOCK.items():
+        if (type(layer).__module__, type(layer).__qualname__) == (module, stock):
+            return None if kind_of(layer.base_layer) is None else _made(name)
+    return None
+
+
+# Converting, and back.
+
+_watches: "weakref.WeakKeyDictionary[Family, Watch]" = weakref.WeakKeyDictionary()
+
+
+def convert_quantised(
+    layer: Any, name: str, wanted: Options, family: Family, *, just_made: bool, again: bool
+) -> bool:
+    """As `convert`, for layers over quantised bases; whether it is one."""
+    found = fast_class(layer)
+    if found is None and not isinstance(layer, QuantisedLayer):
+        return False
+    if found is not None:
+        layer.__class__, layer._hirank_norms = found, {}
+        _mend(layer.base_layer)
+    layer._hirank_watch = _watches.setdefault(family, Watch())
+    if found is not None or again or isinstance(layer, RegisteredLinear):
+        layer._hirank_options = wanted._replace(name=name)
+    for norms in layer._hirank_norms.values():
+        norms.clear()
+    if just_made or layer.merged or kind_of(layer.base_layer) is None:
+        return True
+    check_quantised(name, layer)
+    for adapter in layer.lora_variant:
+        _fresh_magnitude(name, layer, adapter)
+    return True
+
+
+def _mend(base: Any) -> None:
+    """PEFT's DoRA makes an 8-bit layer that was called before forget its row scales."""
+    weight: Any = getattr(base, "weight", None)
+    state: Any = getattr(base, "state", None)
+    if type(weight).__name__ != "Int8Params" or state is None:
+        return
+    if weight.SCB is None and state.SCB is not None:
+        weight.CB = None  # else the next call would take "no scales" from the weight
+
+
+def _fresh_magnitude(where: str, layer: Any, name: str) -> None:
+    """m of an untrained adapter is the norm itself, in fp32, so that g = 1 exactly.
+
+    PEFT rounds it to the dtype of the weight before quantisation.
+    """
+    if name not in layer.lora_magnitude_vector:
+        return  # of another kind
+    magnitude, B = layer.lora_magnitude_vector[name].weight, layer.lora_B[name].weight
+    if known_kind(layer).obstacle(layer.base_layer) or magnitude.is_meta or B.is_meta:
+        return
+    if magnitude.dtype in (torch.bfloat16, torch.float16):
+        magnitude.data = magnitude.data.float()
+    if B.any():
+        return
+    norm = layer.norms_of(name).base_norm(_packed(layer))
+    if not torch.isfinite(norm).all():
+        raise HirankError(
+            f"{where} has NaN or infinity in its base weight: load the base model again."
+        )
+    if torch.allclose(magnitude.detach().to(norm), norm, rtol=_SLACK, atol=1e-12):
+        magnitude.data = norm.to(device=magnitude.device, dtype=magnitude.dtype)
+
+
+_SLACK = 2.0**-7  # what rounding to bf16 may have moved m by
+
+
+def _packed(layer: Any) -> Packed:
+    kind = known_kind(layer)
+    dtype = kind.norm_dtype(layer.base_layer) or torch.float32
+    return Packed(layer.base_layer, kind, torch.empty(0, layer.in_features, dtype=dtype))
+
+
+def quantised_init(module: Any, adapter_name: str, **kwargs: Any) -> None:
+    """DoRA's init over a quantised base: m is the norm, in fp32, of one dequantisation."""
+    A, B = module.lora_A[adapter_name].weight, module.lora_B[adapter_name].weight
+    holder = DoraLinearLayer(fan_in_fan_out=False)  # type: ignore[no-untyped-call]
+    norms, packed = QuantisedNorms(), _packed(module)
+    if B.any():
+        norm = norms.norm(packed, A, B, module.scaling[adapter_name])
+    else:
+        norm = norms.base_norm(packed)
+    holder.weight = nn.Parameter(norm.to(A.device))
+    if not module.lora_magnitude_vector:
+        module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
+    module.lora_magnitude_vector[adapter_name] = holder
+
+
+def may_init(layer: Any) -> bool:
+    """Whether `quantised_init` serves a layer."""
+    base = layer.base_layer
+    kind = kind_of(base)
+    return kind is not None and kind.obstacle(base) is None and not kind.stored(base)[0].is_meta
+
+
+def dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PEFT's choice of a class for a target, knowing the classes that were registered."""
+
+    @functools.wraps(original)
+    def create(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> Any:
+        base: Any = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if is_registered(base):
+            return RegisteredLinear(target, adapter_name, config=lora_config, **kwargs)
+        try:
+            return original(lora_config, adapter_name, target, **kwargs)
+        except (ValueError, NotImplementedError) as error:
+            if "does not support DoRA" not in str(error) and "not supported" not in str(error):
+                raise
+            kind = f"{type(base).__module__}.{type(base).__qualname__}"
+            raise HirankError(
+                f"PEFT refuses to adapt a {kind} ({str(error).splitlines()[0][:120]}): if it is a "
+                "quantised linear, tell hirank.register_quantised_linear how to dequantise it."
+            ) from error
+
+    return create
+
+
+def restore_quantised(layer: Any) -> bool:
+    """Make a converted layer PEFT's own again; whether it was one."""
+    name = type(layer).__name__
+    if not isinstance(layer, QuantisedLayer) or name not in _STOCK:
+        return False
+    module, stock = _STOCK[name]
+    layer.__class__ = getattr(importlib.import_module(module), stock)
+    for key in [key for key in vars(layer) if key.startswith("_hirank_")]:
+        delattr(layer, key)
+    return True
