@@ -11,7 +11,8 @@ Shapes     ids [...]; W [V, D]; A [R, V]; B [D, R]; m, g [D]; y [..., D].
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,9 +47,16 @@ def embedding_forward(
     """
     found = table.lookup(ids)
     y = found.reshape(-1, found.shape[-1])
-    for adapter in adapters:
-        y = _add_adapter(y, ids.reshape(-1), table, adapter, backend)
+    with _without_autocast(y.device.type):  # a lookup is not cast, nor is what it meets
+        for adapter in adapters:
+            y = _add_adapter(y, ids.reshape(-1), table, adapter, backend)
     return y.view(found.shape)
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    if torch.amp.is_autocast_available(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def _add_adapter(y: Tensor, ids: Tensor, table: Table, adapter: Adapter, backend: str) -> Tensor:

@@ -1,12 +1,12 @@
 """The kept norm of a grouped convolution's adapter, whose effective kernel is dense."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hirank.adapters.gain import NormCache, _Value
+from hirank.adapters.gain import NormCache
 from hirank.adapters.groups import in_backward
 from hirank.kernels.grouped_norm import grouped_norm
 
@@ -27,11 +27,20 @@ class GroupedNorms:
         return grouped_norm(weight.detach(), A, B, scale=scale, groups=self.groups)
 
 
+class _Kept(NamedTuple):
+    """A norm and what it was computed from. Replaced as a whole, so that threads may share it."""
+
+    norm: Tensor  # [N]
+    mark: tuple[Any, ...]
+    prints: list[Tensor]
+
+
 @dataclass(eq=False)
 class GroupedNormCache(NormCache):
-    """A `NormCache` by `grouped_norm`. Changes are found by value, on every device."""
+    """A `NormCache` by `grouped_norm`: W, A and B are compared by value, on every device."""
 
     groups: int = 1
+    _kept: dict[torch.dtype, _Kept] = field(default_factory=dict, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedNormCache":
         return GroupedNormCache(groups=self.groups)
@@ -39,31 +48,37 @@ class GroupedNormCache(NormCache):
     def __reduce__(self) -> Any:
         return _new, (self.groups,)
 
+    def clear(self) -> None:
+        """Forget everything: the next call computes anew."""
+        self._kept.clear()
+        super().clear()
+
     def _checked_norm(
         self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
     ) -> Tensor:
         if weight.is_meta or lora_A.is_meta:
             return torch.empty(weight.shape[0], device="meta")
-        value = self._values.get(dtype)
-        if value is not None and in_backward():
-            return value.norm
-        base = self._base_of(weight)
-        mark = (scale, lora_A.device, lora_A.dtype, lora_B.dtype)
-        prints = self._fingerprints(lora_A, lora_B)
-        if value is None or not _holds(value, base, mark, prints):
-            norm = GroupedNorms(self.groups).norm(weight, lora_A, lora_B, scale, dtype)
-            value = self._values[dtype] = _Value(norm, base, mark, prints)
+        kept = self._kept.get(dtype)
+        if kept is not None and in_backward():
+            return kept.norm
+        tensors = (weight, lora_A, lora_B)
+        mark = (scale, *[(t.shape, t.dtype, t.device) for t in tensors])
+        prints = [_print(t) for t in tensors]
+        if kept is None or mark != kept.mark or not all(map(torch.equal, prints, kept.prints)):
+            norm = GroupedNorms(self.groups).norm(*tensors, scale, dtype)
+            kept = self._kept[dtype] = _Kept(norm, mark, prints)
             self.counted += 1
-        return value.norm
+        return kept.norm
 
 
 def _new(groups: int) -> GroupedNormCache:
     return GroupedNormCache(groups=groups)
 
 
-def _holds(value: _Value, base: Any, mark: tuple[Any, ...], prints: tuple[Tensor, Tensor]) -> bool:
-    same = (
-        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-        for a, b in zip(prints, value.prints, strict=True)
-    )
-    return base is value.base and mark == value.mark and all(same)
+def _print(matrix: Tensor) -> Tensor:
+    """A product with a fixed random vector: reads every entry, and is small."""
+    wide = torch.float64 if matrix.dtype == torch.float64 else torch.float32
+    draw = torch.Generator().manual_seed(0x5EED)
+    vector = torch.rand(matrix.shape[1], generator=draw, dtype=wide).sub_(0.5).to(matrix.device)
+    with torch.autocast(matrix.device.type, enabled=False):
+        return matrix.detach().to(wide) @ vector

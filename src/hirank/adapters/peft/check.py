@@ -128,7 +128,7 @@ def fault_of_call(layer: Any, x: Any) -> HirankError | None:
 def _fault_of_ids(name: str, ids: Tensor, entries: int) -> HirankError | None:
     if ids.dtype not in (torch.int64, torch.int32):
         return HirankError(f"{name} got ids in {ids.dtype}: give integers (int64 or int32).")
-    if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < entries):
+    if ids.numel() and not ids.is_meta and not (0 <= int(ids.min()) and int(ids.max()) < entries):
         return HirankError(
             f"{name} got ids from {int(ids.min())} to {int(ids.max())}: they must be from 0 to "
             f"{entries - 1}."
