@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from hirank.adapters.gain import norm_of
+from hirank.kernels._backend import FUSED, REFERENCE, GainPass
 from hirank.kernels._ops import register_op
 from hirank.kernels._tuning import pays
 from hirank.kernels.dora_linear import (
-    FUSED,
-    REFERENCE,
-    GainPass,
     dora_linear_bwd_ref,
     dora_linear_fwd_ref,
     owned_linear,

@@ -25,31 +25,23 @@ Saves      x and h, as LoRA does, and (for dm) the output y; the weights by refe
 Paper      DoRA, arXiv 2402.09353, eq. 5; section 4.3: the norm is a constant for autograd.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hirank.kernels._backend import REFERENCE, GainPass, gain_pass_for
 from hirank.kernels._operands import operands
 from hirank.kernels._products import product
-from hirank.kernels._tuning import Joined, pays, tiles
 from hirank.kernels.dora_decode import decodes, dora_decode
 from hirank.kernels.dora_norm import dora_gain
-from hirank.kernels.gain_pass import (
-    gain_backward,
-    gain_backward_ref,
-    gain_forward_,
-    gain_forward_ref_,
-)
-from hirank.kernels.joined_gemm import joined_gemm, joined_tile
+from hirank.kernels.joined_gemm import joined_gemm
 
-__all__ = ["BACKENDS", "DoraLinearGrads", "compute_dtype", "dora_linear"]
+__all__ = ["DoraLinearGrads", "compute_dtype", "dora_linear"]
 __all__ += ["GainPass", "dora_linear_bwd_ref", "dora_linear_fwd_ref", "fitted", "owned_linear"]
 __all__ += ["Weights", "activations", "differentiable_grads", "gain_pass_for", "join_"]
-
-BACKENDS = ("auto", "triton", "torch")
 
 
 class DoraLinearGrads(NamedTuple):
@@ -60,19 +52,6 @@ class DoraLinearGrads(NamedTuple):
     lora_B: Tensor | None  # [N, R]
     magnitude: Tensor | None  # [N]
     bias: Tensor | None  # [N]
-
-
-class GainPass(NamedTuple):
-    """How one backend brings in the gain: a pass forward in place, one backward."""
-
-    forward_: Callable[..., Any]
-    backward: Callable[..., Any]
-    tile: Callable[..., Joined | None]
-    """The tile with which one GEMM does both products and the forward pass; None: GEMMs apart."""
-
-
-REFERENCE = GainPass(gain_forward_ref_, gain_backward_ref, lambda *operands, by_column: None)
-FUSED = GainPass(gain_forward_, gain_backward, joined_tile)  # where Triton runs, else as above
 
 
 def dora_linear_fwd_ref(
@@ -389,18 +368,3 @@ def owned_linear(
         x, lora_A, lora_B, magnitude, bias, weight, norm, scale, gain_pass
     )
     return y
-
-
-def gain_pass_for(backend: str, x: Tensor, n: int) -> GainPass:
-    """Which pass joins the branches of a layer with x [..., K] and N = n out features."""
-    if backend == "auto":
-        elements = x.numel() // max(x.shape[-1], 1) * n
-        return FUSED if pays(elements, x.device, torch.is_grad_enabled()) else REFERENCE
-    if backend == "torch":
-        return REFERENCE
-    if backend != "triton":
-        raise ValueError(f"backend got {backend!r}: choose from {', '.join(BACKENDS)}.")
-    obstacle = tiles(x.device).obstacle
-    if obstacle is not None:
-        raise ValueError(f"backend got 'triton' on {x.device} ({obstacle}): use 'auto'.")
-    return FUSED

@@ -22,7 +22,8 @@ where it is needed, without telling the host.
 Shapes     u, l, y, dy, t [M, N]; m, norm, b, dm [N]; x [M, K]; W [N, K]; h [M, R]; B [N, R].
            h B^T is the scaled low-rank branch: whoever passes h and B has put s into one of them.
 Precision  loads widen to fp32, one rounding at the store; sums in fp32.
-Cost       forward moves 2 M N elements (3 with l), backward 3 M N. The yardstick is a copy of as many bytes.
+Cost       forward moves 2 M N elements (3 with l), backward 3 M N. The yardstick is a copy of as
+           many bytes.
 """
 
 from __future__ import annotations
