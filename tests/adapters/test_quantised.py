@@ -160,7 +160,7 @@ def test_one_dequantisation_a_pass(kind, counted):
             counted.clear()
             y.square().sum().backward()
             assert len(counted) == 1, counted
-        assert norms.counted == step + 1
+        assert norms.computed == step + 1
         optimizer.step()
         optimizer.zero_grad()
 
@@ -172,7 +172,7 @@ def test_inference_asks_for_floats_once_for_the_norm_at_most(kind, counted):
             counted.clear()
             model(inputs(4, K))
             assert len(counted) <= 1
-    assert layer_of(model).norms_of("default").counted == 1
+    assert layer_of(model).norms_of("default").computed == 1
 
 
 def test_dropout_and_several_adapters_share_one_dequantisation(kind, counted):
@@ -301,10 +301,10 @@ def test_never_stale_where_a_model_is_compared_once_a_pass(monkeypatch):
 
     for round_ in range(3):
         for layer in layers:
-            before = [m.norms_of("default").counted for m in layers]
+            before = [m.norms_of("default").computed for m in layers]
             assert torch.equal(model(x), fresh())
             assert torch.equal(model(x), fresh())
-            after = [m.norms_of("default").counted for m in layers]
+            after = [m.norms_of("default").computed for m in layers]
             assert round_ == 0 or sum(after) - sum(before) <= 2
             layer.lora_B["default"].weight.data.mul_(1.3)
     assert torch.equal(model(x), fresh())

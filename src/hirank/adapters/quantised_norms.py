@@ -105,7 +105,7 @@ class QuantisedNorms:
 
     def __init__(self, watch: Watch | None = None, beside: "QuantisedNorms | None" = None) -> None:
         """`beside`: the norm of another adapter on the same layer, to share ||W||^2 with."""
-        self.counted = 0
+        self.computed = 0
         """How often the norm was computed: once per change of weights."""
         self.watch = Watch() if watch is None else watch
         self.watch.join(self)
@@ -164,7 +164,7 @@ class QuantisedNorms:
         norm = _norm(packed, A, B, scale, self._square_sum(packed))
         refs = (weakref.ref(owners[0]), weakref.ref(owners[1]), weakref.ref(packed.layer))
         value = self._values[packed.dtype] = _Value(norm, mark, prints, refs)
-        self.counted += 1
+        self.computed += 1
         self.watch.computed(self, value)
         return norm
 

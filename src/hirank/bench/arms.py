@@ -19,12 +19,13 @@ import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hirank.adapters.peft import accelerate
+from hirank.bench.bases import dequantised
 from hirank.bench.shapes import MODELS, config_of
 from hirank.errors import HirankError
 
@@ -167,7 +168,8 @@ def _perturbed(model: nn.Module, name: str, value: Tensor) -> Tensor:
         return noise.mul_(_STRETCH).add_(1).mul_(value)
     if ".lora_A." in name:
         return noise.div_(value.shape[1] ** 0.5)
-    weight = model.get_parameter(name.partition(".lora_B.")[0] + ".base_layer.weight")
+    base = model.get_submodule(name.partition(".lora_B.")[0] + ".base_layer")
+    weight = dequantised(cast(nn.Linear, base)).weight
     length = torch.linalg.vector_norm(weight, dtype=torch.float32) / weight.shape[0] ** 0.5
     return noise.mul_(_BRANCH * length / (SCALE * value.shape[1] ** 0.5))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hirank.bench import arms as arms_
+from hirank.bench.bases import dequantised, quantised
 from hirank.bench.gate import with_judges
 from hirank.bench.memory import saved_bytes
 from hirank.bench.profiling import profiled
@@ -25,10 +27,18 @@ ARMS = arms_.ARMS
 class OneLinear(nn.Module):
     """A model that is one linear without bias: what PEFT needs to adapt just that."""
 
-    def __init__(self, n_in: int, n_out: int, device: torch.device) -> None:
+    def __init__(self, n_in: int, n_out: int, device: torch.device, base: str = "plain") -> None:
         super().__init__()
         dtype = arms_.base_dtype(device)
-        self.linear = nn.Linear(n_in, n_out, bias=False, device=device, dtype=dtype)
+        linear = nn.Linear(n_in, n_out, bias=False, device=device, dtype=dtype)
+        self.linear = quantised(linear, base)
+        self.is_loaded_in_4bit = base != "plain"  # where PEFT looks
+
+    def by_definition(self) -> nn.Module:
+        """The same with the weight as floats, to be judged by."""
+        other = copy.copy(self)
+        other._modules = {"linear": dequantised(self.linear)}
+        return other
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, in] to [M, out]"""
@@ -49,7 +59,7 @@ def run(settings: Layer, session: Session) -> list[Result]:
 def _one_shape(n_in: int, n_out: int, settings: Layer, session: Session) -> list[Result]:
     device = session.device
     torch.manual_seed(0)
-    base = OneLinear(n_in, n_out, device).requires_grad_(False)
+    base = OneLinear(n_in, n_out, device, settings.base).requires_grad_(False)
     names = session.chosen(ARMS)
     models = arms_.build(base, with_judges(names), rank=settings.rank, targets=["linear"])
     dtype = arms_.base_dtype(device)
@@ -59,7 +69,7 @@ def _one_shape(n_in: int, n_out: int, settings: Layer, session: Session) -> list
     def probe(model: nn.Module) -> Tensor:
         return _both(model, x, dy, device)
 
-    agreements = session.judge(base, models, probe, of=f"{n_in}x{n_out} ")
+    agreements = session.judge(base.by_definition(), models, probe, of=f"{n_in}x{n_out} ")
     steps = {name: _step(models[name], x, dy, settings, device) for name in names}
     _, samples = session.measure(steps)
     more = {name: _facts(models[name], x, dy, device) for name in samples}

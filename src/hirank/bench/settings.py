@@ -53,6 +53,7 @@ class Model:
 class Layer:
     """Forward and backward of one adapted linear."""
 
+    base: str = _setting("plain", "how the base weight is stored: plain, or nf4 (bitsandbytes)")
     shape: str = _setting("4096x12288", "in x out features: 4096x12288, or a set by name: qwen3-8b")
     rank: int = _setting(384, "rank of the adapter")
     tokens: int = _setting(4096, "rows of the input")

@@ -103,9 +103,10 @@ class Adapted:
     @property
     def ours(self) -> bool:
         """Whether hirank computes the layer, rather than PEFT."""
-        from hirank.adapters.peft import FastLinear
+        from hirank.adapters.peft.converted import Converted
+        from hirank.adapters.peft.quantised import QuantisedLayer
 
-        return isinstance(self.layer, FastLinear)
+        return isinstance(self.layer, Converted | QuantisedLayer)
 
     @property
     def single_gemm(self) -> bool:
