@@ -67,6 +67,8 @@ class Family:
     def __init__(self) -> None:
         self.changes = 0
         """Caches that came, went or forgot so far."""
+        self.turns = 0
+        """How often it was said that other layers or adapters run from now on."""
         self._caches: list[weakref.ref[NormCache]] = []
         self._groups: dict[tuple[Any, ...], Group] = {}
 
@@ -83,6 +85,11 @@ class Family:
 
     def _leave(self, ref: weakref.ref[NormCache]) -> None:
         self._caches.remove(ref)
+
+    def turn(self) -> None:
+        """Other layers or adapters run from now on, so that the next call begins a pass."""
+        with LOCK:
+            self.turns += 1
 
     def caches(self) -> list[NormCache]:
         return [found for ref in list(self._caches) if (found := ref()) is not None]
@@ -142,6 +149,7 @@ class Member:
             visible = (scale, version(lora_A), version(lora_B))
         if not (
             group.built == group.family.changes
+            and group.turns == group.family.turns
             and self.visible == visible
             and self.knows(weight, lora_A, lora_B)
             and (self.seen.get(thread) != turn or in_backward())
@@ -166,6 +174,7 @@ class Group:
         self.built = -1
         """How many changes of the family the table has seen."""
         self.step = -1
+        self.turns = 0
         self.index: int | None = key[0].index if key[0].type == "cuda" else None
         self._key = key
         self._device: torch.device = key[0]
@@ -214,7 +223,7 @@ class Group:
 
     def refresh(self) -> None:
         """Compute what visibly changed, and let the device look for what did not show."""
-        changes, step = self.family.changes, _step
+        changes, step, turns = self.family.changes, _step, self.family.turns
         found = None
         if self.built == changes:
             found = self._survey() if self._found is None else self._found.again()
@@ -223,6 +232,7 @@ class Group:
         self._launch(self._visible(found, step), len(found.entries))
         # what the host knows, only now: another thread may act on it at once
         self._marks, self.step, self.built, self._found = found.marks, step, changes, found
+        self.turns = turns
         for member, entry, mark in zip(found.members, found.entries, found.marks, strict=True):
             member.visible, member.watched = mark[6:9], entry[:3]
         if self.index is not None:

@@ -64,6 +64,11 @@ class Watch:
         """From now on its values are compared."""
         self._caches.add(cache)
 
+    def turn(self) -> None:
+        """Other layers or adapters run from now on, so that the next call begins a pass."""
+        with self._lock:
+            self._seen.clear()
+
     def vouches(self, cache: "QuantisedNorms", value: _Value) -> bool:
         """Whether this value was found to be true when the pass began, or computed since."""
         with self._lock:
