@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# The commands behind the tables of one H200, most important first; about 15 minutes in all.
+#   bash benchmarks/h200.sh [1 2 3]      parts to run; adds to benchmarks/results/
+# COMMIT=<hash> where git cannot tell; TEXT=<file> is the prose that `convergence` learns from.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bench() { python -m hirank.bench "$@" ${COMMIT:+--commit "$COMMIT"}; }
+
+STEP="model --model qwen3-8b --seq 4096"
+ONE="$STEP --accumulation 1 --optimizer off"
+TRIO=peft-lora,peft-dora,hirank-dora
+FIVE=base,peft-lora,peft-dora,hirank-lora,hirank-dora
+
+part1() {  # the headline: whole steps, one micro-batch with all arms, prefill
+  bench $STEP --rank 384,16 --accumulation 8 --optimizer on --checkpointing on --loss-tokens 1024 \
+    --saved-tokens 0 --arms $TRIO --repeats 2
+  bench $ONE --rank 384,16 --checkpointing on --loss-tokens 1024 --arms $FIVE --repeats 3
+  bench prefill --model qwen3-8b --rank 384 --seq 4096 --arms $FIVE --repeats 5
+}
+part2() {  # decoding, convergence, and the parts
+  bench decode --model qwen3-8b --rank 384 --prompt 128 --new 8 --batch 1,8 --arms $FIVE --repeats 2
+  bench convergence --model small --text "${TEXT:-prose.txt}" --rank 64 --seq 512 --batch 8 \
+    --steps 500 --lr 5e-4 --pretrain 150
+  bench norm --shape 4096x12288 --rank 384
+  bench compose
+  bench layer --shape qwen3-8b --rank 384 --arms $FIVE --repeats 5
+  bench init --model qwen3-8b --rank 384 --repeats 2
+}
+part3() {  # a 30B-class model, and the other settings of the 8B one
+  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True bench model --model qwen3-32b --seq 4096 \
+    --rank 384 --accumulation 1 --optimizer on --checkpointing on --loss-tokens 1024 \
+    --saved-tokens 0 --arms $TRIO --repeats 2
+  bench $ONE --rank 384 --checkpointing off --loss-tokens 1024 --arms $TRIO --repeats 2
+  bench $ONE --rank 384 --checkpointing on --loss-tokens 0 --arms $TRIO --repeats 2 --saved-tokens 0
+  bench $ONE --rank 384 --checkpointing on --loss-tokens 1024 --dropout 0.05 --arms $TRIO --repeats 2
+  bench $ONE --rank 64,768 --checkpointing on --loss-tokens 1024 --arms $TRIO --repeats 2
+}
+
+for part in "${@:-1 2 3}"; do for one in $part; do "part$one"; done; done
