@@ -58,7 +58,8 @@ def conv_forward(
         x: [I, C, ...], or [C, ...] of one image.
         weight, bias: of the frozen convolution, [N, C / G, *k] and [N] or None.
         geometry: how it moves.
-        adapters: in the order in which they stack; A [R, C, *k], B [N, R / G, 1 ...].
+        adapters: in the order in which they stack; A [R, C, *k], B [N, R / G, 1 ...], and the
+            magnitude of any shape with N entries.
         backend: as in `dora_compose`.
 
     Raises:
@@ -118,6 +119,7 @@ def _add_adapter(y: Tensor, given: _Given, adapter: Adapter, backend: str) -> Te
     hidden = _convolved(dropped, A.to(dtype), None, geometry, groups=1)
     if magnitude is None or norms is None:
         return _added(y, hidden, B.to(dtype), scale, geometry.groups)
+    magnitude = magnitude.flatten()
     norm = norms.norm(*matrices(given.weight, A, B, geometry.groups), scale, dtype)
     if dropout is not None and not single_gemm:
         frozen = _convolved(dropped, given.cast, None, geometry)

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from hirank.adapters.conv import Geometry, conv_forward
 from hirank.adapters.peft.check import fault_of_call
-from hirank.adapters.peft.converted import Converted, adapters_of
-from hirank.adapters.peft.operands import present
-from hirank.adapters.peft.route import route
+from hirank.adapters.peft.converted import Converted, way_of
 
 __all__ = ["FastConv1d", "FastConv2d", "FastConv3d"]
 
@@ -24,11 +22,11 @@ __all__ = ["FastConv1d", "FastConv2d", "FastConv3d"]
 class _FastConv(Converted):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer: Any = self
-        if args or kwargs or route(layer).tier == "peft":
+        way = None if args or kwargs else way_of(layer)
+        if way is None:
             found: Tensor = cast(Any, super()).forward(x, *args, **kwargs)
             return found
-        base, backend = layer.base_layer, self._hirank_options.backend
-        adapters = adapters_of(layer, present(layer), traced=torch.compiler.is_compiling())
+        base, adapters, backend = way
         try:
             return conv_forward(x, base.weight, base.bias, _geometry(base), adapters, backend)
         except (ValueError, RuntimeError, IndexError) as error:

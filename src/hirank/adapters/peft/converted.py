@@ -22,12 +22,13 @@ from hirank.adapters.peft.operands import (
     groups_of,
     magnitude_of,
     norm_inputs,
+    present,
 )
 from hirank.adapters.peft.options import Options
-from hirank.adapters.peft.route import Known, adapter_obstacle, base_obstacle
+from hirank.adapters.peft.route import Known, adapter_obstacle, base_obstacle, route
 from hirank.adapters.traced import TracedNorms
 
-__all__ = ["Converted", "adapters_of", "norms_of"]
+__all__ = ["Converted", "adapters_of", "norms_of", "way_of"]
 
 
 class Converted(nn.Module):  # a module, or an object of PEFT's class could not become one
@@ -106,7 +107,7 @@ def _merge(layer: Any, names: list[str], safe_merge: bool) -> None:
 
 
 def adapters_of(layer: Any, names: list[str], *, traced: bool = False) -> list[Adapter]:
-    """The adapters as they stand at this call, checked; A and B as they lie.
+    """The adapters as they stand at this call, checked; A, B and magnitude as they lie.
 
     Raises:
         HirankError: shapes that do not fit; Triton was asked for and cannot run here.
@@ -118,8 +119,22 @@ def adapters_of(layer: Any, names: list[str], *, traced: bool = False) -> list[A
     return [_adapter(layer, name, traced) for name in names]
 
 
+def way_of(layer: Any) -> tuple[Any, list[Adapter], str] | None:
+    """The base layer, its adapters and the backend for a plain call; None where PEFT is to run."""
+    if torch.compiler.is_compiling():  # nothing kept may enter a graph
+        if route(layer).tier == "peft":
+            return None
+        adapters = adapters_of(layer, present(layer), traced=True)
+        return layer.base_layer, adapters, layer._hirank_options.backend
+    known: Known | None = layer._hirank_known
+    if known is None or not known.holds(layer):
+        known = layer._hirank_known = Known(layer, adapters_of)
+    return None if known.tier == "peft" else (known.base, known.adapters, known.backend)
+
+
 def _adapter(layer: Any, name: str, traced: bool) -> Adapter:
-    magnitude = magnitude_of(layer, name)
+    dora = name in layer.lora_variant
+    magnitude = layer.lora_magnitude_vector[name].weight if dora else None  # no view: it is kept
     if not traced and magnitude is not None:
         _warn_half_magnitude(magnitude)
     dropout = layer.lora_dropout[name] if layer.training and not embeds(layer) else None

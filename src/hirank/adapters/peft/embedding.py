@@ -8,9 +8,7 @@ from torch import Tensor
 
 from hirank.adapters.embedding import Table, embedding_forward
 from hirank.adapters.peft.check import fault_of_call
-from hirank.adapters.peft.converted import Converted, adapters_of
-from hirank.adapters.peft.operands import present
-from hirank.adapters.peft.route import route
+from hirank.adapters.peft.converted import Converted, way_of
 
 __all__ = ["FastEmbedding"]
 
@@ -19,11 +17,14 @@ class FastEmbedding(Converted, peft_lora.Embedding):
     """PEFT's `lora.Embedding`, computed by hirank. Made by `accelerate` only."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or route(self).tier == "peft":
+        if args or kwargs:
             return super().forward(x, *args, **kwargs)
-        adapters = adapters_of(self, present(self), traced=torch.compiler.is_compiling())
+        way = way_of(self)
+        if way is None:
+            return super().forward(x)
+        base, adapters, backend = way
         try:
-            return embedding_forward(x, _table(self), adapters, self._hirank_options.backend)
+            return embedding_forward(x, _table(self, base), adapters, backend)
         except (ValueError, RuntimeError, IndexError) as error:
             fault = None if torch.compiler.is_compiling() else fault_of_call(self, x)
             if fault is None:
@@ -31,7 +32,6 @@ class FastEmbedding(Converted, peft_lora.Embedding):
             raise fault from error
 
 
-def _table(layer: Any) -> Table:
-    base = layer.base_layer
-    stretch = layer._get_embed_scale()
+def _table(layer: Any, base: Any) -> Table:
+    stretch = layer._get_embed_scale() if hasattr(base, "embed_scale") else None
     return Table(base, base.weight, base.padding_idx, base.scale_grad_by_freq, stretch)

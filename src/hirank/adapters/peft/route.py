@@ -15,6 +15,7 @@ __all__ = ["Known", "adapter_obstacle", "base_obstacle", "foreign_base", "plain_
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_dropout")
+_TABLES = ("lora_embedding_A", "lora_embedding_B")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -124,7 +125,7 @@ class Known:
         self.adapters = []
         if self.tier == "peft":
             return
-        self.bias = self.base.bias
+        self.bias = getattr(self.base, "bias", None)  # an embedding has none
         lists = [layer._modules[kind] for kind in _PARTS]
         places = [(layer._modules, "base_layer")]
         places += [(found._modules, name) for name in names for found in lists if name in found]
@@ -134,6 +135,10 @@ class Known:
             (module._parameters, name, weight)
             for module in modules
             for name, weight in module._parameters.items()
+        ]
+        tables = [layer._modules[kind]._parameters for kind in _TABLES]
+        self._weights += [
+            (held, name, held[name]) for held in tables for name in names if name in held
         ]
         self._hooks = [getattr(module, kind) for module in modules for kind in _HOOKS]
         self._scales = [(layer.scaling, name, layer.scaling[name]) for name in names]
