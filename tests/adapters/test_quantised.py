@@ -612,3 +612,85 @@ def test_the_definition_that_a_graph_records():
         found = quantised_norms._in_capture(packed, A, B, 2.0)
     wanted = (floats(model) + 2.0 * B.double() @ A.double()).norm(dim=1)
     assert relative_rms(found, wanted) < 1e-6
+
+
+def test_triton_where_it_cannot_run():
+    with pytest.raises(HirankError, match="lin.*'triton' on cpu"):
+        hirank.accelerate(adapted(base("nf4")), backend="triton")
+
+
+def test_weights_that_do_not_fit_or_are_not_finite_are_named():
+    model = adapted(base("nf4"))
+    layer_of(model).lora_A["default"].weight.data[0, 0] = torch.nan
+    with pytest.raises(HirankError, match="lin has NaN or infinity in lora_A"):
+        hirank.accelerate(model)
+    model = adapted(base("nf4"))
+    layer_of(model).lora_B["default"].weight = nn.Parameter(torch.zeros(N, 3))
+    with pytest.raises(HirankError, match="parts of shapes"):
+        hirank.accelerate(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")  # bnb
+@pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
+def test_compiled_models_compute_the_same(dora):
+    model = perturb(hirank.accelerate(adapted(base("nf4"), use_dora=dora)))
+    x = inputs(5, K)
+    wanted = model(x)
+    compiled = torch.compile(model, backend="eager")
+    assert relative_rms(compiled(x).detach(), wanted.detach()) < 1e-6
+    layer_of(model).lora_B["default"].weight.data.mul_(2)
+    assert relative_rms(compiled(x).detach(), truth(model, floats(model), x).detach()) < 1e-5
+
+
+def test_d33_merging_into_the_floats_that_were_trained_with():
+    model = perturb(hirank.accelerate(adapted(base("nf4"))))
+    layer, weight, x = layer_of(model), floats(model), inputs(4, K).detach()
+    A, B = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+    full = weight + 2 * B @ A
+    gain = layer.lora_magnitude_vector["default"].weight.double() / full.norm(dim=1)
+    merged = x.double() @ (gain[:, None] * full).T + layer.base_layer.bias.double()
+    assert relative_rms(model(x).detach(), merged.detach()) < 1e-5
+
+
+def test_a_frozen_magnitude_saves_no_output():
+    model = perturb(hirank.accelerate(adapted(base("nf4"))))
+    layer_of(model).lora_magnitude_vector["default"].weight.requires_grad_(False)
+    compare(model, inputs(5, K), 2e-6)
+
+
+def test_weights_changed_between_forward_and_backward_are_refused():
+    model = perturb(hirank.accelerate(adapted(base("nf4"))))
+    y = model(inputs(5, K))
+    with torch.no_grad():
+        layer_of(model).lora_B["default"].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_adapters_with_hooks_go_peft_s_way_and_say_so():
+    model = perturb(hirank.accelerate(adapted(base("nf4"))))
+    x = inputs(5, K)
+    wanted = model(x)
+    layer_of(model).lora_A["default"].register_forward_hook(lambda *_: None)
+    assert "not a plain module without hooks" in str(hirank.explain(model))
+    assert relative_rms(model(x).detach(), wanted.detach()) < 3e-6
+
+
+def test_d40_hooks_on_a_registered_class_are_refused(registered):
+    with hirank.patch_peft():
+        model = adapted(int4())
+    layer_of(model).lora_A["default"].register_forward_hook(lambda *_: None)
+    with pytest.raises(HirankError, match="only hirank computes with DoRA"):
+        model(inputs(2, K))
+
+
+@pytest.mark.parametrize("bits", ["nf4", "int8"])
+def test_d37_sharded_weights_are_left_to_peft(bits):
+    """What FSDP leaves of a weight while it is not gathered."""
+    model = hirank.accelerate(adapted(base(bits)))
+    weight = layer_of(model).base_layer.weight
+    whole = weight.data
+    weight.data = whole.flatten()[: whole.numel() // 2]
+    assert "the base weight is sharded" in str(hirank.explain(model))
+    weight.data = whole
+    assert "one adapter over" in str(hirank.explain(model))

@@ -166,13 +166,10 @@ def _of_own(name: str, dequantize: Callable[[Any], Tensor]) -> Kind:
             )
         return found.detach().to(dtype)
 
-    def dtypes(layer: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
-        return x.dtype, x.dtype
-
     return Kind(
         name=name,
         weight=weight,
-        dtypes=dtypes,
+        dtypes=lambda layer, x: (x.dtype, x.dtype),
         stored=_all_but_bias,
         square_sum=lambda layer: row_square_sum(dequantize(layer).detach()),
         norm_dtype=lambda layer: None,
@@ -229,11 +226,6 @@ def _stored_4bit(layer: Any) -> list[Tensor]:
     return [layer.weight.data, state.absmax, *([] if nested is None else [nested.absmax])]
 
 
-def _norm_dtype_4bit(layer: Any) -> torch.dtype:
-    found: torch.dtype = layer.compute_dtype or _state_4bit(layer).dtype
-    return found
-
-
 def _own_4bit(layer: Any, x: Tensor, gradients: bool) -> bool:
     """Its kernels for few tokens read the four bits; for many it makes floats, as we do."""
     if x.is_cuda:
@@ -249,9 +241,16 @@ def _obstacle_4bit(layer: Any) -> str | None:
         return "the base weight is not quantised yet: move the model to its device first"
     if layer.weight.is_meta:
         return None
-    if tuple(_state_4bit(layer).shape) != (layer.out_features, layer.in_features):
+    n, k = layer.out_features, layer.in_features
+    held = 2 * layer.weight.numel() * layer.weight.element_size()
+    if _sharded(layer.weight) or held < n * k or tuple(_state_4bit(layer).shape) != (n, k):
         return "the base weight is sharded or was quantised transposed"
     return None
+
+
+def _sharded(weight: Any) -> bool:
+    """By FSDP2 or ZeRO-3, and not gathered."""
+    return hasattr(weight, "placements") or hasattr(weight, "ds_id")
 
 
 # bitsandbytes, 8 bits
@@ -282,17 +281,14 @@ def _square_sum_8bit(layer: Any) -> Tensor:
     return torch.cat(sums) * _scale_8bit(layer).squeeze(1).square()
 
 
-def _own_8bit(layer: Any, x: Tensor, gradients: bool) -> bool:
-    """Integers are multiplied, except in training on a CPU, where it makes floats."""
-    return x.is_cuda or not layer.training
-
-
 def _obstacle_8bit(layer: Any) -> str | None:
     integers, scale = _parts_8bit(layer)
     if layer.state.has_fp16_weights:
         return "the base weight is quantised anew at every call (has_fp16_weights)"
     if integers.dtype != torch.int8:
         return "the base weight is not quantised yet: move the model to its device first"
+    if _sharded(layer.weight) or tuple(integers.shape) != (layer.out_features, layer.in_features):
+        return "the base weight is sharded"
     if scale is None:
         return (
             "bitsandbytes lost the row scales (SCB) of the base weight, as a layer moved after its "
@@ -365,7 +361,7 @@ _4BIT = _kind(
     weight=_weight_4bit,
     dtypes=_dtypes_4bit,
     stored=_stored_4bit,
-    norm_dtype=_norm_dtype_4bit,
+    norm_dtype=lambda layer: layer.compute_dtype or _state_4bit(layer).dtype,
     multiplies_stored=_own_4bit,
     obstacle=_obstacle_4bit,
 )
@@ -375,7 +371,8 @@ _8BIT = _kind(
     stored=lambda layer: [part for part in _parts_8bit(layer) if part is not None],
     square_sum=_square_sum_8bit,
     norm_dtype=lambda layer: None,
-    multiplies_stored=_own_8bit,
+    # integers are multiplied, except in training on a CPU, where it makes floats
+    multiplies_stored=lambda layer, x, gradients: x.is_cuda or not layer.training,
     obstacle=_obstacle_8bit,
 )
 _HQQ = _kind(
