@@ -215,7 +215,7 @@ def convert_quantised(
         norms.clear()
     if just_made or layer.merged or kind_of(layer.base_layer) is None:
         return True
-    check_quantised(name, layer)
+    check_quantised(name, layer, wanted.backend)
     for adapter in layer.lora_variant:
         _fresh_magnitude(name, layer, adapter)
     return True

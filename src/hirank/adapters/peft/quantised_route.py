@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hirank.adapters.dequantise import Kind, kind_of
 from hirank.adapters.explain import Route
 from hirank.errors import HirankError
+from hirank.kernels._backend import check_backend
 from hirank.kernels._tuning import tier
 
 __all__ = ["check_quantised", "describe_quantised", "device_of", "fault_of_quantised"]
@@ -113,8 +114,13 @@ _MANY = 2**62  # elements, more than any crossover
 
 
 @torch.no_grad()
-def check_quantised(where: str, layer: Any) -> None:
-    """Raises HirankError: A, B or magnitude of an adapter do not fit, or are not finite."""
+def check_quantised(where: str, layer: Any, backend: str) -> None:
+    """Raises HirankError: an adapter does not fit or is not finite, or Triton cannot run here."""
+    device = device_of(layer)
+    try:
+        check_backend("auto" if device.type == "meta" else backend, device)
+    except ValueError as error:
+        raise HirankError(f"{where}: {error}") from None
     n, k = layer.out_features, layer.in_features
     for name in layer.lora_A:
         A, B = layer.lora_A[name].weight, layer.lora_B[name].weight
