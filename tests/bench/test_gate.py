@@ -79,10 +79,15 @@ def test_autocast_does_not_reach_the_truth():
     assert torch.equal(alone, under)
 
 
-def test_a_layer_that_is_no_linear_is_named():
-    base = nn.ModuleDict({"table": nn.Embedding(4, 4)})
-    weights = {"base_model.model.table.lora_A.default.weight": nn.Parameter(torch.ones(2, 4))}
-    with pytest.raises(HirankError, match="table is a Embedding"):
+def test_a_layer_without_a_definition_is_named():
+    base = nn.ModuleDict({"sound": nn.Conv1d(4, 4, 3)})
+    name, A, B = (
+        "base_model.model.sound.lora_{}.default.weight",
+        torch.ones(2, 4, 3),
+        torch.ones(4, 2, 1),
+    )
+    weights = {name.format("A"): nn.Parameter(A), name.format("B"): nn.Parameter(B)}
+    with pytest.raises(HirankError, match="sound is a Conv1d"):
         truth_of(base, weights, scale=2.0)
 
 

@@ -166,11 +166,11 @@ def _perturbed(model: nn.Module, name: str, value: Tensor) -> Tensor:
     noise = torch.randn(value.shape, generator=draw, device=value.device)
     if MAGNITUDE in name:  # PEFT made it the norm of W
         return noise.mul_(_STRETCH).add_(1).mul_(value)
-    if ".lora_A." in name:
-        return noise.div_(value.shape[1] ** 0.5)
-    base = model.get_submodule(name.partition(".lora_B.")[0] + ".base_layer")
+    if "_A." in name:
+        return noise.div_(value[0].numel() ** 0.5)
+    base = model.get_submodule(name.partition(".lora_")[0] + ".base_layer")
     weight = dequantised(cast(nn.Linear, base)).weight
-    length = torch.linalg.vector_norm(weight, dtype=torch.float32) / weight.shape[0] ** 0.5
+    length = torch.linalg.vector_norm(weight, dtype=torch.float32) / value.shape[0] ** 0.5
     return noise.mul_(_BRANCH * length / (SCALE * value.shape[1] ** 0.5))
 
 

@@ -1,4 +1,4 @@
-"""Suite `layer`: forward and backward of one adapted linear, norms already known where kept."""
+"""Suite `layer`: forward and backward of one adapted layer, norms already known where kept."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from torch import Tensor, nn
 from hirank.bench import arms as arms_
 from hirank.bench.bases import dequantised, quantised
 from hirank.bench.gate import with_judges
+from hirank.bench.kinds import kind_of
 from hirank.bench.memory import saved_bytes
 from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
 from hirank.bench.settings import Layer
 from hirank.bench.shapes import linears
 from hirank.bench.timing import Sample, calls
+from hirank.errors import HirankError
 
 __all__ = ["ARMS", "run"]
 
 ARMS = arms_.ARMS
 
 
-class OneLinear(nn.Module):
-    """A model that is one linear without bias: what PEFT needs to adapt just that."""
+class OneLayer(nn.Module):
+    """A model that is one layer without bias: what PEFT needs to adapt just that."""
 
-    def __init__(self, n_in: int, n_out: int, device: torch.device, base: str = "plain") -> None:
+    def __init__(self, layer: nn.Module, base: str = "plain") -> None:
         super().__init__()
-        dtype = arms_.base_dtype(device)
-        linear = nn.Linear(n_in, n_out, bias=False, device=device, dtype=dtype)
-        self.linear = quantised(linear, base)
+        if base != "plain" and not isinstance(layer, nn.Linear):
+            raise HirankError(f"--base got {base!r}: only --kind linear has it.")
+        self.layer = quantised(layer, base) if isinstance(layer, nn.Linear) else layer
         self.is_loaded_in_4bit = base != "plain"  # where PEFT looks
 
     def by_definition(self) -> nn.Module:
         """The same with the weight as floats, to be judged by."""
-        other = copy.copy(self)
-        other._modules = {"linear": dequantised(self.linear)}
+        other, layer = copy.copy(self), self.layer
+        other._modules = {"layer": dequantised(layer) if isinstance(layer, nn.Linear) else layer}
         return other
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M, in] to [M, out]"""
-        out: Tensor = self.linear(x)
+        """As the layer's."""
+        out: Tensor = self.layer(x)
         return out
 
 
@@ -57,19 +59,24 @@ def run(settings: Layer, session: Session) -> list[Result]:
 
 
 def _one_shape(n_in: int, n_out: int, settings: Layer, session: Session) -> list[Result]:
-    device = session.device
+    device, kind = session.device, kind_of(settings.kind)
+    where: dict[str, Any] = {"device": device, "dtype": arms_.base_dtype(device)}
     torch.manual_seed(0)
-    base = OneLinear(n_in, n_out, device, settings.base).requires_grad_(False)
-    names = session.chosen(ARMS)
-    models = arms_.build(base, with_judges(names), rank=settings.rank, targets=["linear"])
-    dtype = arms_.base_dtype(device)
-    x = torch.randn(settings.tokens, n_in, device=device, dtype=dtype).requires_grad_()
-    dy = torch.randn(settings.tokens, n_out, device=device, dtype=dtype)
+    base = OneLayer(kind.make(n_in, n_out, **where), settings.base).requires_grad_(False)
+    names = [name for name in session.chosen(ARMS) if name not in kind.lacks]
+    models = arms_.build(
+        base, with_judges(names), rank=settings.rank, dropout=settings.dropout, targets=["layer"]
+    )
+    x = kind.feed(settings.tokens, n_in, **where)
+    with torch.no_grad():
+        dy = torch.randn_like(base(x))
 
     def probe(model: nn.Module) -> Tensor:
         return _both(model, x, dy, device)
 
-    agreements = session.judge(base.by_definition(), models, probe, of=f"{n_in}x{n_out} ")
+    agreements = session.judge(
+        base.by_definition(), models, probe, dropout=settings.dropout, of=f"{n_in}x{n_out} "
+    )
     steps = {name: _step(models[name], x, dy, settings, device) for name in names}
     _, samples = session.measure(steps)
     more = {name: _facts(models[name], x, dy, device) for name in samples}

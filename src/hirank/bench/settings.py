@@ -51,12 +51,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Layer:
-    """Forward and backward of one adapted linear."""
+    """Forward and backward of one adapted layer."""
 
+    kind: str = _setting("linear", "linear, embedding (IN entries), or conv2d (IN channels, 3x3)")
     base: str = _setting("plain", "how the base weight is stored: plain, or nf4 (bitsandbytes)")
     shape: str = _setting("4096x12288", "in x out features: 4096x12288, or a set by name: qwen3-8b")
     rank: int = _setting(384, "rank of the adapter")
-    tokens: int = _setting(4096, "rows of the input")
+    tokens: int = _setting(4096, "rows of the input; of an image the pixels, to a square")
+    dropout: float = _setting(0.0, "dropout of the adapter")
     calls: int = _setting(10, "calls that are timed together")
 
 

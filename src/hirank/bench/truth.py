@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hirank.bench import arms as arms_
 from hirank.bench.compat import checkpoint_blocks
-from hirank.errors import HirankError
+from hirank.bench.kinds import other_definition
 
 __all__ = ["exact", "same_masks", "truth_of"]
 
@@ -52,25 +52,32 @@ def truth_of(
     `weights` are the adapter's by PEFT's names (fp32). Gradients land in them.
 
     Raises:
-        HirankError: an adapted layer is not an `nn.Linear`.
+        HirankError: an adapted layer is of a kind that has no definition here.
     """
     model = arms_.copy_sharing_weights(base)
-    for name in [n.partition(".lora_A.")[0] for n in weights if ".lora_A." in n]:
+    for name in dict.fromkeys(n.partition(".lora_")[0] for n in weights):
         place = name.removeprefix(_PREFIX)
-        linear = model.get_submodule(place)
-        if not isinstance(linear, nn.Linear):
-            raise HirankError(
-                f"{place} is a {type(linear).__name__}: the benchmark can judge nn.Linear only."
-            )
-        A, B = (weights[f"{name}.{part}.default.weight"] for part in ("lora_A", "lora_B"))
-        magnitude = weights.get(f"{name}.{arms_.MAGNITUDE}.default.weight")
+        layer = model.get_submodule(place)
+        parts = _parts(name, weights)
         masked = _SameMask(f"{name}.lora_dropout.default", dropout)
-        model.set_submodule(place, _Adapted(linear, A, B, magnitude, scale, masked))
+        if isinstance(layer, nn.Linear):
+            model.set_submodule(place, _Adapted(layer, *parts, scale, masked))
+        else:
+            model.set_submodule(place, other_definition(place, layer, parts, scale, masked))
     for module in list(model.modules()):
         _widen(module)
     if hasattr(model, "config"):
         checkpoint_blocks(model)
     return _NoAutocast(model).train()
+
+
+def _parts(name: str, weights: Mapping[str, nn.Parameter]) -> tuple[Any, Any, Any]:
+    """A, B and magnitude of one layer, as PEFT names them."""
+    magnitude = weights.get(f"{name}.{arms_.MAGNITUDE}.default.weight")
+    embeds = f"{name}.lora_embedding_A.default" in weights
+    names = ("lora_embedding_{}.default" if embeds else "lora_{}.default.weight",) * 2
+    A, B = (weights[f"{name}." + n.format(factor)] for n, factor in zip(names, "AB", strict=True))
+    return A, B, magnitude
 
 
 class _Adapted(nn.Module):
