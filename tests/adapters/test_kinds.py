@@ -24,6 +24,7 @@ from adapters.layer_kinds import (
     reference,
 )
 from adapters.setups import layer_of, pair, perturb, stock, wrap
+from hirank.adapters.gain import _sample
 from hirank.adapters.peft.converted import Converted
 from hirank.testing import FLOATS, assert_within_budget, outputs_and_gradients, relative_rms
 from recorder import LiveBytes
@@ -462,3 +463,12 @@ def test_no_large_copies():
         model(ids)
     assert log.peak < 4096 * 64 * 4
     assert model(ids).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("turn", [False, True], ids=["rows", "columns"])
+def test_the_sample_of_a_base_weight_meets_every_row_and_column(turn):
+    rows = torch.arange(50257 * 4).view(50257, 4).float()
+    table = (rows.T if turn else rows).contiguous()
+    taken = _sample(table.T).long()
+    assert len(set((taken % 4).tolist())) == 4
+    assert len(set((taken // 4 % 64).tolist())) > 32

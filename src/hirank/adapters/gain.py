@@ -52,7 +52,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def _sample(weight: Tensor) -> Tensor:
     flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach().T.reshape(-1)
     stride = max(1, flat.numel() // _SAMPLES)
-    while math.gcd(stride, weight.shape[-1]) > 1:  # else only some columns would be watched
+    while math.gcd(stride, flat.numel()) > 1:  # else only some rows or columns would be watched
         stride += 1
     return flat[::stride].clone()
 
