@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hirank.adapters.capture import capturing
 from hirank.adapters.gain import NormCache
 from hirank.adapters.groups import in_backward
 from hirank.kernels.grouped_norm import grouped_norm
@@ -58,6 +59,8 @@ class GroupedNormCache(NormCache):
     ) -> Tensor:
         if weight.is_meta or lora_A.is_meta:
             return torch.empty(weight.shape[0], device="meta")
+        if weight.is_cuda and capturing():  # a graph cannot compare, so it computes each time
+            return GroupedNorms(self.groups).norm(weight, lora_A, lora_B, scale, dtype)
         kept = self._kept.get(dtype)
         if kept is not None and in_backward():
             return kept.norm
