@@ -11,6 +11,7 @@ import hirank
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"HirankError", "__version__", "accelerate", "diagnose", "explain", "patch_peft"}
+TOP_LEVEL |= {"hotswap_adapter", "prepare_hotswap"}
 TOP_LEVEL |= {"register_quantised_linear"}
 TOP_LEVEL |= {"restore", "Apollo", "ApolloMini", "Fira", "GaLoreAdamW", "QGaLoreAdamW"}
 

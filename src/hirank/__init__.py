@@ -4,6 +4,10 @@ Public names:
 
     accelerate(model)   convert a PEFT model's LoRA and DoRA layers in place
     restore(model)      undo it
+    hotswap_adapter(model, folder)
+                        other weights in a loaded adapter, DoRA too
+    prepare_hotswap(model, rank)
+                        the same without compiling again
     explain(model)      which way each layer takes, and why
     patch_peft()        make PEFT create converted layers from now on
     register_quantised_linear(layer_class, dequantize)
@@ -20,7 +24,14 @@ from hirank.errors import HirankError
 
 if TYPE_CHECKING:
     from hirank.adapters.dequantise import register_quantised_linear
-    from hirank.adapters.peft import accelerate, explain, patch_peft, restore
+    from hirank.adapters.peft import (
+        accelerate,
+        explain,
+        hotswap_adapter,
+        patch_peft,
+        prepare_hotswap,
+        restore,
+    )
     from hirank.doctor import diagnose
     from hirank.optim.presets import Apollo, ApolloMini, Fira, GaLoreAdamW, QGaLoreAdamW
 
@@ -36,15 +47,20 @@ __all__ = [
     "accelerate",
     "diagnose",
     "explain",
+    "hotswap_adapter",
     "patch_peft",
+    "prepare_hotswap",
     "register_quantised_linear",
     "restore",
 ]
 
 
+_OF_PEFT = ("accelerate", "explain", "hotswap_adapter", "patch_peft", "prepare_hotswap", "restore")
+
+
 def __getattr__(name: str) -> Any:
     """Import PEFT or torch only when something that needs it is asked for: this stays instant."""
-    if name in ("accelerate", "explain", "patch_peft", "restore"):
+    if name in _OF_PEFT:
         from hirank.adapters import peft
 
         return getattr(peft, name)

@@ -14,12 +14,19 @@ call it hands to PEFT's own forward, and `explain` tells why.
     convert.py   accelerate, restore
     describe.py  explain
     patch.py     models yet to be made
+    mixed.py     an adapter for each sample of a batch
+    hotswap.py   other weights in a loaded adapter
+    combine.py   one adapter made of several
+    saving.py    files that lose nothing
+    guard.py     optimizers leave inactive adapters alone
+    model.py     the models around converted layers, which offer these
 """
 
 from hirank.adapters.peft.convert import accelerate, restore, unmatched_keys
 from hirank.adapters.peft.describe import explain
+from hirank.adapters.peft.hotswap import hotswap_adapter, prepare_hotswap
 from hirank.adapters.peft.layer import FastLinear
 from hirank.adapters.peft.patch import Patch, patch_peft
 
 __all__ = ["FastLinear", "Patch", "accelerate", "explain", "patch_peft", "restore"]
-__all__ += ["unmatched_keys"]
+__all__ += ["hotswap_adapter", "prepare_hotswap", "unmatched_keys"]

@@ -13,8 +13,9 @@ from peft.tuners.lora import layer as peft_lora
 from torch import Tensor
 
 from hirank.adapters.conv import Geometry, conv_forward
+from hirank.adapters.mixed import Run
 from hirank.adapters.peft.check import fault_of_call
-from hirank.adapters.peft.converted import Converted, way_of
+from hirank.adapters.peft.converted import Converted, one_of, way_of
 
 __all__ = ["FastConv1d", "FastConv2d", "FastConv3d"]
 
@@ -34,6 +35,17 @@ class _FastConv(Converted):
             if fault is None:
                 raise
             raise fault from error
+
+    def _hirank_run(self, x: Tensor) -> Run:
+        layer: Any = self
+        base, backend = layer.base_layer, self._hirank_options.backend
+
+        def run(rows: Tensor | None, name: str | None) -> Tensor:
+            adapters = one_of(layer, name)
+            own, geometry = x if rows is None else x[rows], _geometry(base)
+            return conv_forward(own, base.weight, base.bias, geometry, adapters, backend)
+
+        return run
 
 
 def _geometry(base: Any) -> Geometry:

@@ -6,21 +6,20 @@ from typing import Any, TypeVar
 import torch
 from peft.tuners.lora import layer as peft_lora
 from peft.utils import get_peft_model_state_dict
-from torch import Tensor, nn
+from torch import nn
 
-from hirank.adapters.gain import base_norm
 from hirank.adapters.groups import Family
 from hirank.adapters.peft.check import check_adapters, check_backend_of
 from hirank.adapters.peft.conv import FastConv1d, FastConv2d, FastConv3d
-from hirank.adapters.peft.converted import Converted, norms_of
+from hirank.adapters.peft.converted import Converted, fresh_norm, norms_of
 from hirank.adapters.peft.embedding import FastEmbedding
 from hirank.adapters.peft.layer import FastLinear
-from hirank.adapters.peft.operands import factors, groups_of, norm_inputs
+from hirank.adapters.peft.model import convert_models, restore_models
+from hirank.adapters.peft.operands import factors
 from hirank.adapters.peft.options import Options, options
 from hirank.adapters.peft.quantised import convert_quantised, restore_quantised
 from hirank.adapters.peft.route import adapter_obstacle, foreign_base
 from hirank.errors import HirankError
-from hirank.kernels.grouped_norm import grouped_norm
 
 __all__ = ["accelerate", "convert", "lora_layers", "restore", "unmatched_keys"]
 __all__ += ["CONVERTED", "convertible", "fresh_norm"]
@@ -40,15 +39,6 @@ CONVERTED: dict[type, type[Converted]] = {
 def convertible(layer: Any) -> bool:
     """Whether a layer of PEFT's own is of a kind that can be converted."""
     return type(layer) in CONVERTED and foreign_base(layer) is None
-
-
-def fresh_norm(layer: Any, name: str) -> Tensor:
-    """The norm of a layer whose adapter is untrained, to the bit as its forward computes it."""
-    weight, A, B = norm_inputs(layer, name)
-    groups = groups_of(layer)
-    if groups > 1:
-        return grouped_norm(weight, A, torch.zeros_like(B), scale=1.0, groups=groups)
-    return base_norm(weight)
 
 
 def _fresh_magnitude(where: str, layer: Any, name: str) -> None:
@@ -158,6 +148,7 @@ def accelerate(model: Model, *, backend: str = "auto", dropout: str = "peft") ->
     family = families[0] if families else Family()
     for name, layer in layers.items():
         convert(layer, name, wanted, family)
+    convert_models(model)
     return model
 
 
@@ -174,6 +165,7 @@ def restore(model: Model) -> Model:
                 delattr(layer, key)
             if merged:
                 layer.merge(adapter_names=merged)
+    restore_models(model)
     return model
 
 

@@ -9,12 +9,13 @@ import torch
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from hirank.adapters.gain import NormCache
+from hirank.adapters.gain import NormCache, base_norm
 from hirank.adapters.grouped import GroupedNormCache, GroupedNorms
 from hirank.adapters.groups import Family
 from hirank.adapters.layers import Adapter, Norms
 from hirank.adapters.merge import Increment, merge_into
 from hirank.adapters.peft.check import check_backend_of, check_shapes
+from hirank.adapters.peft.mixed import MixedBatches
 from hirank.adapters.peft.operands import (
     as_matrix,
     embeds,
@@ -27,11 +28,14 @@ from hirank.adapters.peft.operands import (
 from hirank.adapters.peft.options import Options
 from hirank.adapters.peft.route import Known, adapter_obstacle, base_obstacle, route
 from hirank.adapters.traced import TracedNorms
+from hirank.kernels.grouped_norm import grouped_norm
 
-__all__ = ["Converted", "adapters_of", "norms_of", "way_of"]
+__all__ = ["Converted", "adapters_of", "fresh_norm", "norms_of", "one_of", "way_of"]
 
 
-class Converted(nn.Module):  # a module, or an object of PEFT's class could not become one
+class Converted(
+    MixedBatches, nn.Module
+):  # a module, or an object of PEFT's class could not become one
     """Stands before PEFT's class in the layers that `accelerate` makes."""
 
     _hirank_known: "Known | None"  # the last route, for as long as it holds
@@ -41,9 +45,16 @@ class Converted(nn.Module):  # a module, or an object of PEFT's class could not 
     _hirank_options: Options
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         for name in list(self._hirank_norms):
             norms_of(self, name)  # a copy's own
+
+    def _hirank_obstacle(self, names: list[str]) -> str | None:
+        reasons = (base_obstacle(self), *(adapter_obstacle(self, name) for name in names))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def _hirank_turn(self) -> None:
+        self._hirank_family.turn()
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As PEFT's, but accumulated in fp32 and rounded once; `unmerge` is then exact."""
@@ -119,6 +130,13 @@ def adapters_of(layer: Any, names: list[str], *, traced: bool = False) -> list[A
     return [_adapter(layer, name, traced) for name in names]
 
 
+def one_of(layer: Any, name: str | None) -> list[Adapter]:
+    """One adapter, or none, for part of a mixed batch."""
+    if name is None:
+        return []
+    return adapters_of(layer, [name], traced=torch.compiler.is_compiling())
+
+
 def way_of(layer: Any) -> tuple[Any, list[Adapter], str] | None:
     """The base layer, its adapters and the backend for a plain call; None where PEFT is to run."""
     if torch.compiler.is_compiling():  # nothing kept may enter a graph
@@ -169,13 +187,24 @@ def norms_of(layer: Any, name: str) -> NormCache:
     return norms
 
 
+def fresh_norm(layer: Any, name: str) -> Tensor:
+    """The norm of a layer whose adapter is untrained, to the bit as its forward computes it."""
+    weight, A, B = norm_inputs(layer, name)
+    groups = groups_of(layer)
+    if groups > 1:
+        return grouped_norm(weight, A, torch.zeros_like(B), scale=1.0, groups=groups)
+    return base_norm(weight)
+
+
 def _source(owner: "weakref.ref[Any]", name: str) -> tuple[Tensor, Tensor, Tensor, float] | None:
     """What the norm of an adapter depends on; None while its layer does not run it.
 
     None, too, where that is not a view of the weights: whoever keeps it would not see them change.
     """
     layer = owner()
-    if layer is None or name not in layer.lora_variant or name not in layer.active_adapters:
+    if layer is None or name not in layer.lora_variant:
+        return None
+    if name not in layer.active_adapters and name not in layer._hirank_mixed:
         return None
     found = norm_inputs(layer, name)
     held = (layer.base_layer.weight, *factors(layer, name))

@@ -7,8 +7,9 @@ from peft.tuners.lora import layer as peft_lora
 from torch import Tensor
 
 from hirank.adapters.embedding import Table, embedding_forward
+from hirank.adapters.mixed import Run
 from hirank.adapters.peft.check import fault_of_call
-from hirank.adapters.peft.converted import Converted, way_of
+from hirank.adapters.peft.converted import Converted, one_of, way_of
 
 __all__ = ["FastEmbedding"]
 
@@ -30,6 +31,15 @@ class FastEmbedding(Converted, peft_lora.Embedding):
             if fault is None:
                 raise
             raise fault from error
+
+    def _hirank_run(self, x: Tensor) -> Run:
+        table, backend = _table(self, self.base_layer), self._hirank_options.backend
+
+        def run(rows: Tensor | None, name: str | None) -> Tensor:
+            adapters = one_of(self, name)
+            return embedding_forward(x if rows is None else x[rows], table, adapters, backend)
+
+        return run
 
 
 def _table(layer: Any, base: Any) -> Table:

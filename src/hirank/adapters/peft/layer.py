@@ -7,8 +7,9 @@ from peft.tuners.lora import layer as peft_lora
 from torch import Tensor
 
 from hirank.adapters.layers import composed_forward, owned_forward
+from hirank.adapters.mixed import Run
 from hirank.adapters.peft.check import fault_of_call
-from hirank.adapters.peft.converted import Converted, adapters_of
+from hirank.adapters.peft.converted import Converted, adapters_of, one_of
 from hirank.adapters.peft.operands import as_matrix, present
 from hirank.adapters.peft.route import Known, route
 from hirank.adapters.traced import traced_linear
@@ -45,6 +46,27 @@ class FastLinear(Converted, peft_lora.Linear):
             if fault is None:
                 raise
             raise fault from error
+
+    def _hirank_run(self, x: Tensor) -> Run:
+        base: Any = self.base_layer
+        backend = self._hirank_options.backend
+        weight, traced = as_matrix(self, base.weight), torch.compiler.is_compiling()
+        frozen: list[Tensor] = []  # of the whole batch, once anybody needs it
+
+        def run(rows: Tensor | None, name: str | None) -> Tensor:
+            adapters = one_of(self, name)
+            if rows is None and adapters and not traced:
+                return owned_forward(x, weight, base.bias, adapters[0], backend)
+            if not frozen:
+                frozen.append(base(x))
+            part = frozen[0] if rows is None else frozen[0][rows]
+            if not adapters:
+                return part
+            own = x if rows is None else x[rows]
+            flat = part.reshape(-1, part.shape[-1])
+            return composed_forward(own, lambda _: flat, weight, base.bias, adapters, backend)
+
+        return run
 
 
 def _traced_forward(layer: Any, x: Tensor) -> Tensor | None:

@@ -5,14 +5,19 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from peft import PeftModel
 from peft.tuners.lora import layer as peft_lora
 from peft.tuners.lora import model as peft_model
 from peft.tuners.lora import variants as peft_variants
 from peft.tuners.lora.dora import DoraEmbeddingLayer, DoraLinearLayer
+from peft.utils import hotswap
 from torch import nn
 
 from hirank.adapters.groups import Family
 from hirank.adapters.peft.convert import convert, fresh_norm
+from hirank.adapters.peft.hotswap import swapping
+from hirank.adapters.peft.mixed import MixedBatches
+from hirank.adapters.peft.model import convert_models, convert_one
 from hirank.adapters.peft.operands import embeds, factors, turned
 from hirank.adapters.peft.options import Options, options
 from hirank.adapters.peft.quantised import dispatching, may_init, quantised_init
@@ -42,6 +47,9 @@ class Patch:
             _replace(owner, "_create_and_replace", _converting(owner._create_and_replace))
             create = staticmethod(dispatching(owner._create_new_module))
             _replace(owner, "_create_new_module", create)
+            _replace(PeftModel, "__init__", _converting_model(PeftModel.__init__))
+            swap = hotswap.hotswap_adapter_from_state_dict
+            _replace(hotswap, "hotswap_adapter_from_state_dict", swapping(swap))
         _patches[id(self)] = wanted
 
     def remove(self) -> None:
@@ -133,8 +141,20 @@ def _converting(original: Callable[..., None]) -> Callable[..., None]:
             *_, wanted = _patches.values()
             family = _families.setdefault(self, Family())
             convert(made, current_key, wanted, family, just_made=True, again=False)
+            convert_one(made)
+            convert_one(self)
 
     return create_and_replace
+
+
+def _converting_model(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if any(isinstance(module, MixedBatches) for module in self.modules()):
+            convert_models(self)
+
+    return init
 
 
 def patch_peft(*, backend: str = "auto", dropout: str = "peft") -> Patch:

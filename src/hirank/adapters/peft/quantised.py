@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from hirank.adapters.dequantise import Packed, is_registered, kind_of
 from hirank.adapters.explain import Route
 from hirank.adapters.groups import Family
+from hirank.adapters.mixed import Run
+from hirank.adapters.peft.mixed import MixedBatches
 from hirank.adapters.peft.options import Options
 from hirank.adapters.peft.quantised_route import (
     check_quantised,
     fault_of_quantised,
     known_kind,
+    obstacle_of,
 )
 from hirank.adapters.peft.quantised_route import quantised_present as present
 from hirank.adapters.peft.quantised_route import quantised_route as route
@@ -44,7 +47,7 @@ _STOCK = {
 }
 
 
-class QuantisedLayer:
+class QuantisedLayer(MixedBatches):
     """What hirank does for a LoRA layer of PEFT's over a quantised linear."""
 
     _hirank_norms: dict[str, QuantisedNorms]
@@ -69,6 +72,24 @@ class QuantisedLayer:
     def _by_peft(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         return y
+
+    def _hirank_obstacle(self, names: list[str]) -> str | None:
+        return obstacle_of(self, names)
+
+    def _hirank_turn(self) -> None:
+        self._hirank_watch.turn()
+
+    def _hirank_run(self, x: Tensor) -> Run:
+        layer: Any = self
+        packed = Packed(layer.base_layer, known_kind(layer), x)
+        backend = self._hirank_options.backend
+
+        def run(rows: Tensor | None, name: str | None) -> Tensor:
+            own = x if rows is None else x[rows]
+            adapters = [] if name is None else [_adapter(layer, name)]
+            return composed_quantised(own, packed, adapters, backend)
+
+        return run
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)  # type: ignore[misc]

@@ -13,7 +13,7 @@ from hirank.kernels._backend import check_backend
 from hirank.kernels._tuning import tier
 
 __all__ = ["check_quantised", "describe_quantised", "device_of", "fault_of_quantised"]
-__all__ += ["known_kind", "quantised_present", "quantised_route"]
+__all__ += ["known_kind", "obstacle_of", "quantised_present", "quantised_route"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -44,20 +44,25 @@ def quantised_route(layer: Any) -> Route:
     names = quantised_present(layer)
     if not names:
         return Route("peft", "no active adapter: base layer only")
-    obstacle = _base_obstacle(layer)
+    obstacle = obstacle_of(layer, names)
     if obstacle:
         return Route("peft", obstacle)
-    device = device_of(layer)
-    for name in names:
-        obstacle = _adapter_obstacle(layer, name, device)
-        if obstacle:
-            return Route("peft", obstacle)
     dropped = [name for name in names if not isinstance(layer.lora_dropout[name], nn.Identity)]
     dropout = "dropout in training" if layer.training and dropped else ""
     if len(names) > 1:
         several = f"{len(names)} active adapters"
         return Route("composed", f"{several}, {dropout}" if dropout else several)
     return Route("composed", dropout) if dropout else Route("owned", "one adapter")
+
+
+def obstacle_of(layer: Any, names: list[str]) -> str | None:
+    """Why these adapters are left to PEFT; None: they are not."""
+    reason = _base_obstacle(layer)
+    if reason is None:
+        device = device_of(layer)
+        for name in names:
+            reason = reason or _adapter_obstacle(layer, name, device)
+    return reason
 
 
 def _hooked(module: nn.Module) -> bool:
