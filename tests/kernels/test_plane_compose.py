@@ -9,7 +9,8 @@ from hirank.kernels.plane_compose import plane_compose
 from hirank.testing import FLOATS, assert_within_budget, outputs_and_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(1, 4, 16), (2, 5, 33), (3, 7, 1), (0, 4, 9), (2, 13, 2500), (1, 40, 4500)]
+# long planes come with many channels: the error of dm is one of sums, and of 13 it says little
+SHAPES = [(1, 4, 16), (2, 5, 33), (3, 7, 1), (0, 4, 9), (2, 64, 1200), (1, 40, 4500)]
 USES = {
     "delta": {"base"},
     "added": {"base", "y"},
