@@ -12,7 +12,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 py
 	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format gpu-test bench docs clean
+.PHONY: help install demo demo-galore test lint format gpu-test bench docs clean
 
 help:           ## show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,6 +28,11 @@ demo: $(STAMP)      ## fine-tune SmolLM2-135M (or MODEL=folder or Hub name) and 
 	$(if $(MODEL),,$(BIN)/python examples/demo/prepare_model.py)
 	$(BIN)/python examples/demo/make_data.py --out .cache/demo
 	$(BIN)/hirank train examples/demo/config.yaml $(if $(MODEL),--set model.name=$(MODEL))
+
+demo-galore: $(STAMP)   ## the same demo with all weights trained by GaLore
+	$(if $(MODEL),,$(BIN)/python examples/demo/prepare_model.py)
+	$(BIN)/python examples/demo/make_data.py --out .cache/demo
+	$(BIN)/hirank train examples/demo/galore.yaml $(if $(MODEL),--set model.name=$(MODEL))
 
 test: lint          ## style, types and every test that needs no GPU
 	$(BIN)/python -m pytest -q -n $(JOBS)

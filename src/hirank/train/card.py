@@ -11,13 +11,25 @@ from typing import Any
 
 import yaml
 
+from hirank.train import lowrank
 from hirank.train.files import write_text
+from hirank.train.method import METHODS
 from hirank.train.summary import Change, Summary, load_summary
 from hirank.train.units import bytes_text, count_text, duration_text, percent_text
 
 __all__ = ["chat_command", "load_code", "resume_command", "write_card"]
 
-METHOD_NAMES = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "full": "full fine-tuning"}
+METHOD_NAMES = {
+    "lora": "LoRA",
+    "rslora": "rsLoRA",
+    "dora": "DoRA",
+    "full": "full fine-tuning",
+    "galore": "GaLore",
+    "qgalore": "Q-GaLore",
+    "fira": "Fira",
+    "apollo": "APOLLO",
+    "apollo-mini": "APOLLO-Mini",
+}
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -55,7 +67,14 @@ def front_matter(run: Summary) -> dict[str, Any]:
 
 def is_adapter(run: Summary) -> bool:
     """False if all weights were trained."""
-    return bool(run.value("method", "name", "dora") != "full")
+    method = METHODS.get(str(run.value("method", "name", "dora")))
+    return method is None or method.adapter
+
+
+def is_low_rank(run: Summary) -> bool:
+    """True if all weights were trained by an optimiser that keeps little of a gradient."""
+    method = METHODS.get(str(run.value("method", "name", "dora")))
+    return method is not None and method.optimizer is not None
 
 
 def hub_name(run: Summary) -> str | None:
@@ -66,11 +85,14 @@ def hub_name(run: Summary) -> str | None:
 
 
 def method_text(run: Summary) -> str:
-    """`DoRA, r = 64, alpha = 128`."""
+    """`DoRA, r = 64, alpha = 128`; `GaLore on all weights, r = 128, scale = 0.25`."""
     name = str(run.value("method", "name", "dora"))
     parts = [METHOD_NAMES.get(name, name)]
-    if is_adapter(run):
-        found = ((key, run.value("method", key)) for key in ("r", "alpha"))
+    if is_low_rank(run):
+        parts[0] += " on all weights"
+    if is_adapter(run) or is_low_rank(run):
+        keys = ("r", "alpha") if is_adapter(run) else ("r", "scale")
+        found = ((key, run.value("method", key)) for key in keys)
         parts += [f"{key} = {value:g}" for key, value in found if isinstance(value, int | float)]
     return ", ".join(parts)
 
@@ -158,15 +180,18 @@ def _paths(value: Any) -> list[str]:
 
 def _training(run: Summary) -> str:
     settings = {"method": method_text(run)}
+    if run.optimizer:
+        settings["optimizer"] = run.optimizer
     for section in ("method", "optim", "data"):
         part = run.config.get(section)
-        names = _SHOWN[section]
+        names = _SHOWN["low-rank" if section == "method" and is_low_rank(run) else section]
         settings |= {n: part[n] for n in names if isinstance(part, dict) and _told(part.get(n))}
     return "## Training\n\n" + _table(("setting", "value"), settings)
 
 
 _SHOWN = {
     "method": ("target_modules", "dropout"),
+    "low-rank": ("target_modules", *lowrank.CHOICES, "step_in_backward"),
     "optim": (
         "name", "lr", "scheduler", "warmup", "epochs", "max_steps", "batch_size", "grad_accum",
         "weight_decay", "clip", "seed",
@@ -190,6 +215,9 @@ def _results(run: Summary) -> str:
         "median speed": f"{run.tokens_per_s:,.0f} tokens/s" if run.tokens_per_s else None,
         "peak memory": bytes_text(run.peak_memory) if run.peak_memory else None,
         "trained parameters": trainable_text(run),
+        "steps of a parameter skipped, gradient not finite": f"{run.skipped:,}"
+        if run.skipped
+        else None,
     }
     rows = {name: value for name, value in found.items() if value is not None}
     return "## Results\n\n" + _table(("measure", "value"), rows) if rows else ""

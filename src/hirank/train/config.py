@@ -20,9 +20,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from hirank.errors import HirankError
+from hirank.train import lowrank
+from hirank.train.aliases import ALIASES, REFUSED, translated
 from hirank.train.data import DataConfig
 from hirank.train.evaluate import EvalConfig
-from hirank.train.methods import MethodConfig
+from hirank.train.method import MethodConfig
 from hirank.train.model import ModelConfig
 from hirank.train.optim import OptimConfig
 from hirank.train.run import RunConfig
@@ -37,48 +39,6 @@ __all__ = [
     "load_config",
     "resolved",
 ]
-
-# Names that other trainers use for what is ours on the right.
-ALIASES = {
-    "model_name_or_path": "model.name",
-    "base_model": "model.name",
-    "attn_implementation": "model.attention",
-    "finetuning_type": "method.name",
-    "tuner_type": "method.name",
-    "lora_r": "method.r",
-    "lora_rank": "method.r",
-    "rank": "method.r",
-    "lora_alpha": "method.alpha",
-    "lora_dropout": "method.dropout",
-    "lora_target_modules": "method.target_modules",
-    "lora_target": "method.target_modules",
-    "dataset": "data.train",
-    "val_dataset": "data.eval",
-    "val_set_size": "data.eval_fraction",
-    "split_dataset_ratio": "data.eval_fraction",
-    "cutoff_len": "data.max_length",
-    "sequence_len": "data.max_length",
-    "max_seq_length": "data.max_length",
-    "sample_packing": "data.packing",
-    "train_on_inputs": "data.train_on_prompt",
-    "learning_rate": "optim.lr",
-    "num_epochs": "optim.epochs",
-    "num_train_epochs": "optim.epochs",
-    "per_device_train_batch_size": "optim.batch_size",
-    "micro_batch_size": "optim.batch_size",
-    "gradient_accumulation_steps": "optim.grad_accum",
-    "gradient_checkpointing": "optim.checkpointing",
-    "lr_scheduler": "optim.scheduler",
-    "lr_scheduler_type": "optim.scheduler",
-    "warmup_ratio": "optim.warmup",
-    "warmup_steps": "optim.warmup",
-    "max_grad_norm": "optim.clip",
-    "eval_steps": "eval.every",
-    "save_steps": "run.save_every",
-    "save_total_limit": "run.keep",
-    "logging_steps": "run.log_every",
-    "output_dir": "run.dir",
-}
 
 # What a section means if it is given as a single value.
 SHORTHANDS = {"model": "name", "method": "name", "data": "train"}
@@ -136,11 +96,14 @@ def resolved(config: TrainConfig) -> TrainConfig:
     """The same settings with those filled in that follow from others."""
     method = config.method
     lr = config.optim.lr or method.method.learning_rate
-    alpha = method.effective_alpha if method.method.adapter else method.alpha
+    if method.method.adapter:
+        filled: dict[str, Any] = {"alpha": method.effective_alpha}
+    else:
+        filled = lowrank.choices(method) if method.method.optimizer else {}
     return config.model_copy(
         update={
             "optim": config.optim.model_copy(update={"lr": lr}),
-            "method": method.model_copy(update={"alpha": alpha}),
+            "method": method.model_copy(update=filled),
         }
     )
 
@@ -216,7 +179,7 @@ def _spread(tree: dict[str, Any]) -> dict[str, Any]:
     """Replace shorthands and other trainers' names by our own."""
     result: dict[str, Any] = {}
     names: dict[tuple[str, ...], str] = {}
-    for name, path, value in _settings(tree):
+    for name, path, value in _settings(translated(tree)):
         if path in names:
             raise HirankError(f"{names[path]} and {name} are the same setting; give it once.")
         names[path] = name
@@ -292,6 +255,10 @@ def explain_validation(error: ValidationError) -> str:
 def _explain(fault: ErrorDetails) -> str:
     path = [str(part) for part in fault["loc"]]
     name = ".".join(path)
+    if fault["type"] == "refused":
+        return fault["msg"]
+    if fault["type"] == "extra_forbidden" and name in REFUSED:
+        return f"{name} is no setting here: {REFUSED[name]}"
     if fault["type"] == "extra_forbidden":
         return f"Unknown setting {name}" + _nearest(path)
     if fault["type"] == "missing":

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hirank.train import checkpoint, methods, model
+from hirank.train import checkpoint, lowrank, methods, model
 from hirank.train.config import dump_config, resolved
 from hirank.train.evaluate import EvalConfig
 from hirank.train.files import write_text
@@ -32,6 +32,7 @@ from hirank.train.summary import Sample, load_summary
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hirank.optim.optimizer import LowRankAdamW
     from hirank.train.config import TrainConfig
     from hirank.train.methods import Applied
     from hirank.train.progress import ProgressCallback
@@ -108,12 +109,13 @@ class _Run:
 
         self._write_settings()
         applied = self._model()
+        optimizer = self._optimizer(applied)
         with (
             RunLog(self.run_dir / "log.jsonl") as log,
             ProgressCallback(log, self.console) as progress,
         ):
-            self._log_start(log, applied)
-            trainer = self._trainer(log, applied, progress)
+            self._log_start(log, applied, optimizer)
+            trainer = self._trainer(log, applied, optimizer, progress)
             if not self.prepared.resume and self.config.eval.before:
                 self._samples(trainer, log, "before")
             self._train(trainer)
@@ -133,11 +135,19 @@ class _Run:
 
         method = self.config.method
         self._say(f"loading {self.config.model.name}")
-        base = model.load_model(self.config.model, full=not method.method.adapter)
+        full = not method.method.adapter and not method.method.optimizer
+        base = model.load_model(self.config.model, full=full)
         set_seed(self.config.optim.seed)
         return methods.apply(base, method)
 
-    def _log_start(self, log: RunLog, applied: Applied) -> None:
+    def _optimizer(self, applied: Applied) -> LowRankAdamW | None:
+        """The method's own, if it has one; else the trainer makes torch's AdamW."""
+        method = self.config.method
+        if not method.method.optimizer:
+            return None
+        return lowrank.build(applied.model, method, self.config.optim)
+
+    def _log_start(self, log: RunLog, applied: Applied, optimizer: LowRankAdamW | None) -> None:
         trainable, total = methods.parameter_counts(applied.model)
         prepared, resume = self.prepared, self.prepared.resume
         log.append(
@@ -152,10 +162,19 @@ class _Run:
             trainable_params=trainable,
             total_params=total,
             layers=applied.layers,
+            **({"optimizer": lowrank.facts(optimizer)} if optimizer else {}),
         )
         self._say(f"{trainable:,} of {total:,} parameters are trained, {prepared.steps} steps")
+        if optimizer:
+            self._say(optimizer.describe())
 
-    def _trainer(self, log: RunLog, applied: Applied, progress: ProgressCallback) -> Trainer:
+    def _trainer(
+        self,
+        log: RunLog,
+        applied: Applied,
+        optimizer: LowRankAdamW | None,
+        progress: ProgressCallback,
+    ) -> Trainer:
         from hirank.train.packing import collator_for
         from hirank.train.trainer import Folder, StopWhenAsked, Trainer, training_args
 
@@ -165,11 +184,16 @@ class _Run:
             collator_for(applied.model, prepared.tokenizer, packing=packing)
             for packing in (config.data.packing, False)
         ]
+        args = training_args(self._settings())
+        if optimizer:
+            lowrank.refuse_processes(args, config.method)
         return Trainer(
+            low_rank=optimizer,
+            step_in_backward=config.method.step_in_backward,
             folder=Folder(self.run_dir, self.best, config.run.keep, facts, log),
             exam=self._exam(),
             model=applied.model,
-            args=training_args(self._settings()),
+            args=args,
             data_collator=collators[0],
             eval_collator=collators[1],
             train_dataset=prepared.train_set.dataset,

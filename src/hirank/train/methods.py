@@ -1,9 +1,6 @@
-"""What is trained: an adapter of some kind, or all weights. One table, one entry a method.
+"""What is trained: an adapter of some kind, or all weights. A method's settings meet a model.
 
-    scale      lora, dora: alpha / r      rslora: alpha / sqrt(r)
-
-A further method (a quantised base, GaLore) is one more entry of METHODS and, if it needs more
-than PEFT's LoRA, one more branch of `apply`.
+scale      lora, dora: alpha / r      rslora: alpha / sqrt(r)
 """
 
 from __future__ import annotations
@@ -12,14 +9,13 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
-
 from hirank.errors import HirankError
-from hirank.train.strict import Strict
+from hirank.train import lowrank
+from hirank.train.method import METHODS, Method, MethodConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -36,89 +32,6 @@ __all__ = [
     "parameter_counts",
     "unmatched_patterns",
 ]
-
-
-@dataclass(frozen=True)
-class Method:
-    """How one method differs from the others."""
-
-    summary: str
-    adapter: bool = True
-    """A small set of new weights is trained and saved in PEFT's format; else the model itself."""
-    learning_rate: float = 2e-4
-    """What optim.lr means if it is not set."""
-    lora: dict[str, Any] = field(default_factory=dict)
-    """What PEFT's LoraConfig is told beside rank, alpha, dropout and targets."""
-
-
-METHODS = {
-    "lora": Method("low-rank adapter"),
-    "rslora": Method("low-rank adapter with rank-stabilised scale", lora={"use_rslora": True}),
-    "dora": Method("low-rank adapter with trained magnitudes", lora={"use_dora": True}),
-    "full": Method("all weights", adapter=False, learning_rate=1e-5),
-}
-
-
-class MethodConfig(Strict):
-    """Which method, and how large the adapter is."""
-
-    name: str = "dora"
-    """lora, rslora, dora or full."""
-
-    r: PositiveInt = 16
-    """Rank of the adapter."""
-
-    alpha: float | None = Field(default=None, gt=0)
-    """Numerator of the scale. Default: 2 r for lora and dora, which makes the scale 2 at every
-    rank; 8 for rslora, which makes it 2 at rank 16 and lets it fall with the root of the rank."""
-
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the adapter's input."""
-
-    target_modules: str | list[str] = "all-linear"
-    """Layers to adapt: all-linear (without the output head), a list of name endings, or a regex."""
-
-    modules_to_save: list[str] = []
-    """Modules trained whole beside the adapter, by name ending."""
-
-    rank_pattern: dict[str, PositiveInt] = {}
-    """Other ranks for the layers whose names match a regex."""
-
-    alpha_pattern: dict[str, PositiveFloat] = {}
-    """Other alphas for the layers whose names match a regex."""
-
-    accelerate: bool = True
-    """Use hirank's layers; false leaves PEFT's own."""
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in METHODS:
-            raise ValueError(f"the methods are {', '.join(METHODS)}")
-        return name
-
-    @field_validator("target_modules", "rank_pattern", "alpha_pattern")
-    @classmethod
-    def _are_regexes(cls, value: Any) -> Any:
-        patterns = [value] if isinstance(value, str) else value
-        for pattern in patterns if not isinstance(value, list) else []:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-        return value
-
-    @property
-    def method(self) -> Method:
-        """The entry of METHODS."""
-        return METHODS[self.name]
-
-    @property
-    def effective_alpha(self) -> float:
-        """alpha, or its default for this method."""
-        if self.alpha is not None:
-            return self.alpha
-        return 8.0 if self.name == "rslora" else 2.0 * self.r
 
 
 @dataclass(frozen=True)
@@ -163,6 +76,8 @@ def check(model: Any, config: MethodConfig) -> int:
     Raises HirankError if no layer matches, a rank is larger than its layer allows, or the output
     head is adapted. Warns about patterns that match nothing. Leaves adapters in `model`.
     """
+    if config.method.optimizer:
+        lowrank.check(model, config)
     if not config.method.adapter:
         return parameter_counts(model)[0]
     names = [name for name, _ in model.named_modules() if name]

@@ -53,7 +53,7 @@ class ModelConfig(Strict):
     """A tokenizer from somewhere else: a folder or a Hub name. Default: the model's own."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the base weights. auto: float32 on a CPU and for full fine-tuning, else bfloat16."""
+    """Of the base weights. auto: float32 on a CPU and for method full, else bfloat16."""
 
     attention: str | None = None
     """Attention implementation of Transformers, such as sdpa or eager. Default: its own choice."""

@@ -19,7 +19,8 @@ class OptimConfig(Strict):
     """How the weights are moved."""
 
     lr: PositiveFloat | None = None
-    """Peak learning rate. Default: 2e-4 for adapters, 1e-5 for full fine-tuning."""
+    """Peak learning rate. Default: 2e-4 for adapters; for all weights 1e-5, and 4e-5 for galore,
+    qgalore and fira, whose scale makes 1e-5 of it."""
 
     epochs: PositiveFloat = 1.0
     """Passes over the data."""

@@ -218,7 +218,8 @@ class ProgressCallback(TrainerCallback):
         tokens, busy = int(state.num_input_tokens_seen), self._watch.take_busy()
         fresh, self._tokens = tokens - self._tokens, tokens
         now, peak = (self._memory or Memory(torch.device("cpu"))).read()
-        return {
+        skipped = {"skipped": logs["skipped"]} if "skipped" in logs else {}
+        return skipped | {
             "loss": logs["loss"],
             "lr": logs.get("learning_rate"),
             "grad_norm": logs.get("grad_norm"),
@@ -283,6 +284,8 @@ def _state_text(event: Event) -> str:
     parts = [f"loss {event['loss']:.4f}"]
     if event["tokens_per_s"]:
         parts.append(f"{event['tokens_per_s']:,.0f} tokens/s")
+    if event.get("skipped"):
+        parts.append(f"{event['skipped']:,} skipped")
     return "  ".join([*parts, bytes_text(event["memory_bytes"])])
 
 

@@ -135,6 +135,11 @@ def _notices(run: Summary) -> list[str]:
             f"The training loss was not a finite number at step {run.nonfinite_step}. Weights "
             "from after that step are not to be trusted: try a lower optim.lr."
         )
+    if run.skipped:
+        notices.append(
+            f"{run.skipped:,} steps of single parameters were skipped because their gradients were "
+            "not finite; those weights and their optimizer states stayed as they were."
+        )
     if run.end is None:
         notices.append("The log has no end: the run is still going on, or it was killed.")
     elif run.end.get("status") == "interrupted":
@@ -285,7 +290,8 @@ def _patterns(names: Iterable[str]) -> list[tuple[str, int]]:
 
 def _no_layers(run: Summary) -> str:
     if not is_adapter(run):
-        return "All weights were trained; there are no adapter layers."
+        by = f" {run.optimizer}." if run.optimizer else ""
+        return f"All weights were trained; there are no adapter layers.{by}"
     if run.value("method", "accelerate") is False:
         return "Every adapted layer ran PEFT's own code, as method.accelerate: false asks."
     return "The log does not list the adapted layers."

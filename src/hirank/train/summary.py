@@ -146,6 +146,17 @@ class Summary:
         return next(bad, None)
 
     @property
+    def skipped(self) -> int:
+        """Steps of single parameters left out because their gradient was not finite."""
+        return max((event.get("skipped") or 0 for event in self.steps), default=0)
+
+    @property
+    def optimizer(self) -> str | None:
+        """What the log says of a low-rank optimiser: class, projected parameters, bytes."""
+        told = self.start.get("optimizer")
+        return str(told["text"]) if isinstance(told, dict) and "text" in told else None
+
+    @property
     def samples(self) -> list[Sample]:
         """Prompts in the order of the log, each with both outputs where they exist."""
         rows: dict[str, dict[str, str]] = {}

@@ -1,8 +1,8 @@
 """TRL's SFTTrainer as hirank uses it: the one file that knows how TRL and Transformers train.
 
-It differs in four ways: checkpoints are written whole or not at all, evaluation weighs every
-token alike and leaves training undisturbed, exact match is measured beside the loss, and the best
-weights are put aside when they are found.
+It differs in five ways: checkpoints are written whole or not at all, evaluation weighs every
+token alike and leaves training undisturbed, exact match is measured beside the loss, the best
+weights are put aside when they are found, and a low-rank optimiser may step in backward.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from hirank.optim.backward import StepInBackward
+from hirank.optim.optimizer import LowRankAdamW
+from hirank.train import lowrank
 from hirank.train.checkpoint import atomic_folder, rotate, seal, step_dir
 from hirank.train.evaluate import Question, exact_match, generate, undisturbed
 from hirank.train.interrupt import Interrupt
@@ -100,9 +103,18 @@ class Trainer(SFTTrainer):
     eval_dataset: Any
 
     def __init__(
-        self, *, folder: Folder, exam: Exam, eval_collator: Callable[..., Any], **kwargs: Any
+        self,
+        *,
+        folder: Folder,
+        exam: Exam,
+        eval_collator: Callable[..., Any],
+        low_rank: LowRankAdamW | None = None,
+        step_in_backward: bool = False,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(optimizers=(low_rank, None), **kwargs)
+        self.low_rank, self.step_in_backward = low_rank, step_in_backward
+        self.engine: StepInBackward | None = None
         self.folder = folder
         self.exam = exam
         self.eval_collator = eval_collator
@@ -114,6 +126,41 @@ class Trainer(SFTTrainer):
             return self.exam.answers(
                 self.model, self.processing_class, self.state.global_step, count
             )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The first one hands the steps to backward, now that the model is where it stays."""
+        if self.step_in_backward and self.engine is None and self.low_rank is not None:
+            self.engine = self.low_rank.step_in_backward(
+                micro_batches=self.args.gradient_accumulation_steps,
+                clip=self.args.max_grad_norm or None,
+            )
+        step: Callable[..., Any] = super().training_step
+        return step(*args, **kwargs)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """The engine clips what it holds; there are no gradients here to be clipped."""
+        clip: Callable[..., Any] = super()._clip_grad_norm
+        return None if self.engine else clip(model)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """As ever, but without the product with a factor that one NaN makes NaN for all."""
+        if self.engine:
+            return None
+        if grad_norm is None and self.low_rank is not None:
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            grad_norm = nn.utils.get_total_norm(grads)
+        norm: Callable[..., Any] = super()._get_grad_norm
+        return norm(model, grad_norm=grad_norm)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """What is logged, and how many steps of a parameter have been skipped so far."""
+        if self.low_rank is not None and "loss" in logs:
+            logs["skipped"] = lowrank.skipped(self.low_rank)
+        super().log(logs, *args, **kwargs)
+
+    def _load_from_checkpoint(self, path: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(path, model)
+        lowrank.load_int8(self.model, Path(path))
 
     def load_finished(self, path: str) -> None:
         """Take weights and state from the checkpoint of a run whose last step is done."""
@@ -171,6 +218,7 @@ class Trainer(SFTTrainer):
         target = step_dir(self.folder.run_dir, step)
         with atomic_folder(target, replace=True) as draft:
             write_weights(self.model, draft)
+            lowrank.save_int8(self.model, draft)
             self._save_optimizer_and_scheduler(str(draft))
             self._save_scaler(str(draft))
             self._save_rng_state(str(draft))
@@ -189,7 +237,7 @@ def write_weights(model: Any, folder: Path) -> None:
         model.save_pretrained(folder, save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)
     else:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=lowrank.plain_weights(model))
 
 
 def save_weights(model: Any, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
