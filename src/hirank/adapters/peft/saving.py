@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import layer as peft_lora
-from peft.utils import get_peft_model_state_dict
+from peft.utils import PeftType, get_peft_model_state_dict
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
@@ -71,8 +71,8 @@ def _whole(folder: Path, write: Callable[[str], None]) -> None:
 def _check(model: Any, name: str, given: dict[str, Any] | None) -> None:
     config = model.peft_config[name]
     layers = [(where, layer) for where, layer in _layers(model) if _has(layer, name)]
-    if not layers or not all(plain_tensor(w) for _, layer in layers for w in _own(layer, name)):
-        return  # sharded: only the processes together hold the weights
+    if config.peft_type != PeftType.LORA or _is_sharded(model, name, layers):
+        return
     for where, layer in layers:
         _check_settings(where, layer, name, config)
     own = _state(model, name, None)
@@ -85,6 +85,18 @@ def _check(model: Any, name: str, given: dict[str, Any] | None) -> None:
         )
     for key in own:
         _check_value(key, name, state[key])
+
+
+def _is_sharded(model: nn.Module, name: str, layers: list[tuple[str, Any]]) -> bool:
+    """Whether only the processes together hold the weights."""
+    if any("fsdp" in type(module).__name__.lower() for module in model.modules()):
+        return True
+    held = [_own(layer, name) for _, layer in layers]
+    return not all(
+        plain_tensor(part) and part.numel() and (part.dim() > 1 or part is not parts[0])
+        for parts in held
+        for part in parts
+    )
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
