@@ -57,7 +57,7 @@ def test_d12_one_refresh_a_capture(capture):
     capture.number = 2
     found.append(group.record(cache))
     assert recorder.count == 2
-    assert all(norm is cache.members[torch.float32].norm for norm in found)
+    assert all(norm is cache.members[torch.float32].live for norm in found)
     layer.lora_B["default"].weight.data.mul_(2)
     recorder.play()
     torch.testing.assert_close(found[0].double(), fresh_norm(layer), rtol=1e-5, atol=0)

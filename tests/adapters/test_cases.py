@@ -11,11 +11,13 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import LoraLayer
 from peft.utils import set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint as recomputed
 
 import hirank
 from adapters.setups import (
@@ -308,6 +310,147 @@ def test_d12_d19_what_changes_while_another_adapter_is_active_is_noticed(change,
     y = model(x)
     fresh = hirank.accelerate(copy.deepcopy(model))
     torch.testing.assert_close(y, fresh(x))
+
+
+def three(**config):
+    torch.manual_seed(0)
+    base = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    config = {"r": 4, "use_dora": True, "target_modules": ["0", "1", "2"]} | config
+    return perturb(get_peft_model(base, LoraConfig(**config)))
+
+
+def like_stock(scenario, **config):
+    """The same story told to stock PEFT and to us ends in the same tensors."""
+    theirs = three(**config)
+    ours = hirank.accelerate(copy.deepcopy(theirs))
+    x = torch.randn(3, 16)
+    for expected, found in zip(scenario(theirs, x), scenario(ours, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def blocks(model):
+    return [model.base_model.model[i] for i in range(3)]
+
+
+def trained_grads(model, loss):
+    return torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+
+
+def _alone_then_data(model, x):
+    model(x)
+    blocks(model)[1](x)
+    blocks(model)[0].lora_B["default"].weight.data.add_(0.3)
+    return [model(x)]
+
+
+def _first_ever_alone(model, x):
+    blocks(model)[1](x)
+    blocks(model)[0].lora_B["default"].weight.data.add_(0.3)
+    return [model(x)]
+
+
+def _weight_in_mid_pass(model, x):
+    model(x)
+    first, second, third = blocks(model)
+    y = second(first(x))
+    with torch.no_grad():
+        third.base_layer.weight.mul_(3)
+    return [third(y)]
+
+
+def _parameter_replaced(model, x):
+    model(x)
+    B = blocks(model)[1].lora_B["default"]
+    B.weight = nn.Parameter(B.weight.detach() * 2)
+    model(x)
+    for layer in blocks(model):
+        layer.lora_B["default"].weight.data.add_(0.2)
+    return [model(x)]
+
+
+def _teacher_between(model, x):
+    y = model(x)
+    with torch.no_grad():
+        kept = [layer.lora_B["default"].weight.data.clone() for layer in blocks(model)]
+        for layer in blocks(model):
+            layer.lora_B["default"].weight.data.mul_(3)
+        model(x)
+        for layer, value in zip(blocks(model), kept, strict=True):
+            layer.lora_B["default"].weight.data.copy_(value)
+    return trained_grads(model, y.square().sum())
+
+
+def _two_scales_in_one_graph(model, x):
+    total = 0
+    for scale in (1.0, 3.0, 0.5):
+        for layer in blocks(model):
+            layer.set_scale("default", scale)
+        total = total + model(x).square().sum()
+    return trained_grads(model, total)
+
+
+def _rescaled(model, x):
+    model(x)
+    with rescale_adapter_scale(model, 0.3):
+        inside = model(x)
+    return [inside, model(x)]
+
+
+def _frozen_before_backward(model, x):
+    y = model(x.requires_grad_())
+    model.requires_grad_(False)
+    y.sum().backward()
+    return [x.grad]
+
+
+STORIES = [
+    _alone_then_data, _first_ever_alone, _weight_in_mid_pass, _parameter_replaced,
+    _teacher_between, _two_scales_in_one_graph, _rescaled, _frozen_before_backward,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__[1:])
+def test_d19_stories_end_as_with_stock(story, dora):
+    like_stock(story, use_dora=dora)
+
+
+def test_d19_a_layer_used_twice_in_a_pass():
+    def tied(model, x):
+        first, second, third = blocks(model)
+        third(second(second(first(x))))
+        for layer in blocks(model):
+            layer.lora_B["default"].weight.data.add_(0.2)
+        return [third(second(second(first(x))))]
+
+    like_stock(tied)
+
+
+def test_d19_a_teacher_between_under_checkpointing():
+    def story(model, x):
+        y = recomputed(model, x.clone().requires_grad_(), use_reentrant=False)
+        with torch.no_grad():
+            for layer in blocks(model):
+                layer.lora_B["default"].weight.data.mul_(3)
+            model(x)
+            for layer in blocks(model):
+                layer.lora_B["default"].weight.data.div_(3)
+        return trained_grads(model, y.square().sum())
+
+    like_stock(story)
+
+
+@pytest.mark.parametrize("which", ["A", "B", "base"])
+def test_frozen_weights_changed_before_backward_raise(which):
+    model = hirank.accelerate(three())
+    layer = blocks(model)[1]
+    weights = {"A": layer.lora_A["default"], "B": layer.lora_B["default"], "base": layer.base_layer}
+    weights[which].weight.requires_grad_(False)
+    y = model(torch.randn(3, 16))
+    with torch.no_grad():
+        weights[which].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])

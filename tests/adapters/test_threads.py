@@ -114,7 +114,7 @@ class TestTheTable:
 
         run_all(work, work)
         group = caches[0].members[torch.float32].group
-        assert sorted(group.passes.values()) == [2, 2]
+        assert list(group.last.values()) == [len(caches) - 1] * 2  # each thread has its own place
 
     def test_d12_all_dtypes_are_kept_at_once(self):
         """Going back and forth between dtypes builds no table and computes nothing again."""

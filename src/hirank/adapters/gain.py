@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hirank.adapters.capture import apart, capturing
-from hirank.adapters.groups import Family, Member, Source, in_backward, version
+from hirank.adapters.groups import Family, Member, Source, version
 from hirank.kernels.dora_norm import dora_norm, row_norm, row_square_sum
 from hirank.kernels.norm_replay import ReplayableNormTable
 
@@ -142,11 +142,18 @@ class NormCache:
         member = self.members.get(dtype)
         if member is not None and member.serves(weight, lora_A, lora_B, scale):
             return member.norm
+        training = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
-            return self._checked_norm(weight, lora_A, lora_B, scale, dtype)
+            return self._checked_norm(weight, lora_A, lora_B, scale, dtype, training)
 
     def _checked_norm(
-        self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
+        self,
+        weight: Tensor,
+        lora_A: Tensor,
+        lora_B: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+        training: bool,
     ) -> Tensor:
         if weight.is_meta or lora_A.is_meta:
             return torch.empty(weight.shape[0], device="meta")
@@ -157,10 +164,7 @@ class NormCache:
             found = None if group is None else group.record(self)
             return _in_capture(weight, lora_A, lora_B, scale, dtype) if found is None else found
         if group is not None:
-            return group.norm(self, weight, lora_A, lora_B, scale)
-        value = self._values.get(dtype)
-        if value is not None and in_backward():
-            return value.norm
+            return group.norm(self, weight, lora_A, lora_B, scale, training)
         return apart(
             weight.device, lambda: self._norm_by_value(weight, lora_A, lora_B, scale, dtype)
         )

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hirank.adapters.capture import capturing
 from hirank.adapters.gain import NormCache
-from hirank.adapters.groups import in_backward
 from hirank.kernels.grouped_norm import grouped_norm
 
 __all__ = ["GroupedNormCache", "GroupedNorms"]
@@ -55,15 +54,19 @@ class GroupedNormCache(NormCache):
         super().clear()
 
     def _checked_norm(
-        self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
+        self,
+        weight: Tensor,
+        lora_A: Tensor,
+        lora_B: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+        training: bool,
     ) -> Tensor:
         if weight.is_meta or lora_A.is_meta:
             return torch.empty(weight.shape[0], device="meta")
         if weight.is_cuda and capturing():  # a graph cannot compare, so it computes each time
             return GroupedNorms(self.groups).norm(weight, lora_A, lora_B, scale, dtype)
         kept = self._kept.get(dtype)
-        if kept is not None and in_backward():
-            return kept.norm
         tensors = (weight, lora_A, lora_B)
         mark = (scale, *[(t.shape, t.dtype, t.device) for t in tensors])
         prints = [_print(t) for t in tensors]

@@ -1,9 +1,10 @@
 """On a GPU: the norms of all layers of a model, brought up to date together.
 
-A pass through the model runs each layer once, so a layer that comes by for the second time since
-the last refresh begins a new pass, and refreshes all. What the host can see (an optimizer's step,
-a version, an address, a scale) is computed again whatever the prints say; the device compares the
-prints of the others (`kernels/norm_table`). Nothing waits.
+A pass through the model runs its layers in their order, so a layer that comes by after a later one,
+or for the first time, begins a new pass, and refreshes all. What the host can see (an optimizer's
+step, a version, an address, a scale) is computed again whatever the prints say; the device compares
+the prints of the others (`kernels/norm_table`). Nothing waits. What a backward pass will use is a
+copy, as the table's own norms may be computed again before.
 
 Threads share all of it. A call that finds its norm in order takes no lock; whatever changes
 something takes one. Passes are counted for each thread on its own, and a stream that is not the
@@ -18,7 +19,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,9 +126,10 @@ class Member:
     """The place of one cache in a group."""
 
     group: Group
-    norm: Tensor  # [N]
-    seen: dict[int, int | None] = field(default_factory=dict)
-    """By thread: the last pass of that thread in which it came by."""
+    live: Tensor  # [N], which the table writes
+    norm: Tensor  # [N], which is served: `live`, or a copy that a backward pass can rely on
+    position: int | None = None
+    """When it comes by in a pass, as learned; None: it never did."""
     visible: tuple[Any, ...] = ()
     watched: tuple[Tensor, ...] = ()
     """W, A and B as last surveyed."""
@@ -141,27 +143,26 @@ class Member:
 
     def serves(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> bool:
         """Whether the norm is good for this call: the hot path, so few and cheap."""
-        group, thread = self.group, get_ident()
-        turn = group.passes.get(thread)  # None, and never seen: not in a pass of this thread
+        group = self.group
         try:
-            visible = (scale, lora_A._version, lora_B._version)
+            versions = lora_A._version, lora_B._version, weight._version
         except RuntimeError:  # inference tensors have no version
-            visible = (scale, version(lora_A), version(lora_B))
+            versions = version(lora_A), version(lora_B), version(weight)
+        pointers = lora_A.data_ptr(), lora_B.data_ptr(), weight.data_ptr()
         if not (
             group.built == group.family.changes
             and group.turns == group.family.turns
-            and self.visible == visible
+            and self.visible == (scale, *versions, *pointers)
             and self.knows(weight, lora_A, lora_B)
-            and (self.seen.get(thread) != turn or in_backward())
             and (group.step == _step or not lora_A.requires_grad)
+            and (self.norm is not self.live or not torch.is_grad_enabled())
         ):
             return False
         if group.index is not None:  # what is launched now must follow the refresh, and must run
             stream = raw_stream(group.index)
             if stream != group.stream or (stream and capturing()):
                 return False
-        self.seen[thread] = turn
-        return True
+        return group.continues(self.position)
 
 
 class Group:
@@ -169,8 +170,10 @@ class Group:
 
     def __init__(self, family: Family, key: tuple[Any, ...]) -> None:
         self.family = family
-        self.passes: dict[int, int] = {}
-        """By thread: how many passes it began."""
+        self.last: dict[int, int] = {}
+        """By thread: the position of the layer that came by last."""
+        self.count = self.trained = 0
+        """Refreshes so far, and how many there were at the last one with gradients."""
         self.built = -1
         """How many changes of the family the table has seen."""
         self.step = -1
@@ -188,6 +191,20 @@ class Group:
         self._done: torch.cuda.Event | None = None
         self._capture: int | None = None
         self._is_recorded = False
+        self._positions: weakref.WeakKeyDictionary[NormCache, int] = weakref.WeakKeyDictionary()
+
+    def continues(self, position: int | None) -> bool:
+        """Whether a layer goes on with a pass: it comes later than the one before it.
+
+        In a backward pass: whether nothing was refreshed since the forward pass it belongs to.
+        """
+        if in_backward():
+            return self.count == self.trained
+        thread = get_ident()
+        if position is None or position <= self.last.get(thread, position):
+            return False
+        self.last[thread] = position
+        return True
 
     def computed(self, cache: NormCache) -> int:
         """How often the table computed the norm of one cache. Waits for the device."""
@@ -197,7 +214,13 @@ class Group:
             return next(found, 0)
 
     def norm(
-        self, cache: NormCache, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float
+        self,
+        cache: NormCache,
+        weight: Tensor,
+        lora_A: Tensor,
+        lora_B: Tensor,
+        scale: float,
+        training: bool,
     ) -> Tensor:
         """The norm of one cache, all others brought up to date with it."""
         with LOCK:
@@ -205,14 +228,13 @@ class Group:
             member = cache.members.get(self._dtype)
             if member is None or member.group is not self:
                 self.built = -1
-            elif member.serves(weight, lora_A, lora_B, scale):  # another thread was quicker
-                return member.norm
             elif not member.knows(weight, lora_A, lora_B) or member.visible[:1] != (scale,):
                 self._found = None
-            self.refresh()
-            thread, member = get_ident(), cache.members[self._dtype]
-            turn = self.passes[thread] = self.passes.get(thread, 0) + 1
-            member.seen[thread] = turn
+            self.refresh(training)
+            member = cache.members[self._dtype]
+            if not in_backward():
+                member.position = self._positions.setdefault(cache, len(self._positions))
+                self.last[get_ident()] = member.position
             return member.norm
 
     def _wait(self) -> None:
@@ -221,8 +243,11 @@ class Group:
             torch.cuda.current_stream(self._device).wait_event(self._done)
         self.stream = stream
 
-    def refresh(self) -> None:
-        """Compute what visibly changed, and let the device look for what did not show."""
+    def refresh(self, training: bool) -> None:
+        """Compute what visibly changed, and let the device look for what did not show.
+
+        `training`: gradients will be asked for, so what is served must stay as it is.
+        """
         changes, step, turns = self.family.changes, _step, self.family.turns
         found = None
         if self.built == changes:
@@ -232,9 +257,17 @@ class Group:
         self._launch(self._visible(found, step), len(found.entries))
         # what the host knows, only now: another thread may act on it at once
         self._marks, self.step, self.built, self._found = found.marks, step, changes, found
-        self.turns = turns
-        for member, entry, mark in zip(found.members, found.entries, found.marks, strict=True):
-            member.visible, member.watched = mark[6:9], entry[:3]
+        self.turns, self.count = turns, self.count + 1
+        if training:
+            self.trained = self.count
+        live = [member.live for member in found.members]
+        served = torch.split(torch.cat(live), [len(n) for n in live]) if training else live
+        for member, norm, entry, mark in zip(
+            found.members, served, found.entries, found.marks, strict=True
+        ):
+            W, A, B, _, _, W_version, scale, *versions = mark
+            member.visible = (scale, *versions, W_version, A, B, W)
+            member.norm, member.watched = norm, entry[:3]
         if self.index is not None:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
@@ -264,8 +297,9 @@ class Group:
             member = cache.members.get(self._dtype)
             if member is None or member.group is not self:
                 fresh = torch.empty(weight.shape[0], device=self._device)
-                member = cache.members[self._dtype] = Member(self, fresh)
-            entry = NormEntry(weight, A, B, scale, member.norm)
+                member = cache.members[self._dtype] = Member(self, fresh, fresh)
+                member.position = self._positions.get(cache)
+            entry = NormEntry(weight, A, B, scale, member.live)
             found.caches.append(weakref.ref(cache))
             found.members.append(member)
             found.entries.append(entry)
@@ -322,7 +356,7 @@ class Group:
                 self._capture, self._is_recorded = number, True
             if self._table not in cache.recorded:
                 cache.recorded.append(self._table)
-            return member.norm
+            return member.live
 
     def _knows_all(self) -> bool:
         """Whether the table is built on the weights as they are, but for the values of A and B."""
@@ -331,7 +365,7 @@ class Group:
             member = cache.members.get(self._dtype)
             if member is None or member.group is not self:
                 return False
-            marks.append(_mark(NormEntry(weight, A, B, scale, member.norm)))
+            marks.append(_mark(NormEntry(weight, A, B, scale, member.live)))
         return [mark[:7] for mark in marks] == [mark[:7] for mark in self._marks]
 
 

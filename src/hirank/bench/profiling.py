@@ -13,7 +13,9 @@ from hirank.bench.timing import synchronize
 __all__ = ["GpuSpan", "covered", "profiled", "summary"]
 
 # Kernels whose work is matrix products or attention, by what libraries call them.
-_MATRIX = re.compile(r"gemm|_joined_kernel|nvjet|cutlass|xmma|flash|fmha|attention|gemv|splitK", re.I)
+_MATRIX = re.compile(
+    r"gemm|_joined_kernel|nvjet|cutlass|xmma|flash|fmha|attention|gemv|splitK", re.I
+)
 _TOP = 15
 
 

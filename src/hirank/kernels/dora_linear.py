@@ -187,9 +187,9 @@ class Weights(NamedTuple):
     norm: Tensor | None
 
     def versions(self) -> list[int]:
-        """Of what an optimizer may change in place."""
-        trained = self[:4]
-        return [t._version for t in trained if t is not None and t.requires_grad]
+        """Of what code may change in place; the norm has none that counts."""
+        watched = self[:5]
+        return [0 if t is None or t.is_inference() else t._version for t in watched]
 
 
 def activations(ctx: Any) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -340,6 +340,9 @@ def dora_linear(
             "dora_linear got only one of magnitude and norm: pass both for DoRA, none for LoRA."
         )
     x, weight = fitted(x, weight, lora_A, lora_B)
+    magnitude, norm, bias = (  # the kernels read these three one after the other
+        None if row is None else row.contiguous() for row in (magnitude, norm, bias)
+    )
     return owned_linear(x, weight, lora_A, lora_B, magnitude, norm, bias, scale, backend)
 
 

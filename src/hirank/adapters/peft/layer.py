@@ -24,7 +24,8 @@ class FastLinear(Converted, peft_lora.Linear):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs:  # adapter_names, aLoRA offsets, or a base layer with more arguments
+        if args or kwargs or "_is_replica" in self.__dict__:
+            # adapter_names, aLoRA offsets, arguments of a base layer; or nn.DataParallel's copy
             return super().forward(x, *args, **kwargs)
         if torch.compiler.is_compiling():
             found = _traced_forward(self, x)

@@ -27,7 +27,7 @@ __all__ = ["Patch", "patch_peft"]
 
 
 _undo: list[tuple[Any, str, Any]] = []
-_patches: dict[int, Options] = {}  # the last one made decides
+_patches: dict[Any, Options] = {}  # the last one made decides
 _families: "weakref.WeakKeyDictionary[Any, Family]" = weakref.WeakKeyDictionary()
 
 
@@ -50,11 +50,11 @@ class Patch:
             _replace(PeftModel, "__init__", _converting_model(PeftModel.__init__))
             swap = hotswap.hotswap_adapter_from_state_dict
             _replace(hotswap, "hotswap_adapter_from_state_dict", swapping(swap))
-        _patches[id(self)] = wanted
+        _patches[self] = wanted
 
     def remove(self) -> None:
         """Take the wish back. Models made meanwhile stay converted; twice is harmless."""
-        _patches.pop(id(self), None)
+        _patches.pop(self, None)
         while _undo and not _patches:
             owner, name, old = _undo.pop()
             setattr(owner, name, old)

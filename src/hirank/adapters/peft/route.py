@@ -127,7 +127,7 @@ class Known:
             return
         self.bias = getattr(self.base, "bias", None)  # an embedding has none
         lists = [layer._modules[kind] for kind in _PARTS]
-        places = [(layer._modules, "base_layer")]
+        places = [(layer._modules, kind) for kind in ("base_layer", *_PARTS, *_TABLES)]
         places += [(found._modules, name) for name in names for found in lists if name in found]
         self._modules = [(place, name, place[name]) for place, name in places]
         modules = [module for *_, module in self._modules]
@@ -141,7 +141,7 @@ class Known:
             (held, name, held[name]) for held in tables for name in names if name in held
         ]
         self._hooks = [getattr(module, kind) for module in modules for kind in _HOOKS]
-        self._scales = [(layer.scaling, name, layer.scaling[name]) for name in names]
+        self._scales = [(name, layer.scaling[name]) for name in names]
         self.adapters = adapters(layer, names)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -163,8 +163,10 @@ class Known:
             for place, name, known in places:
                 if place.get(name) is not known:
                     return False
-        for scales, name, scale in self._scales:
-            if scales.get(name) != scale:
+        scaling = own["scaling"]  # PEFT puts another dictionary there
+        for name, scale in self._scales:
+            found = scaling.get(name)
+            if type(found) is not type(scale) or found != scale:
                 return False
         return not (
             self.weight.requires_grad
