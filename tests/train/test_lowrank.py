@@ -381,3 +381,29 @@ def test_large_models_are_saved_in_shards(settings, monkeypatch):
     again = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     for name, value in save(model).items():
         assert torch.equal(again[name], value), name
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.train
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_weights_on_a_gpu_learn_and_resume(settings, spy, name, in_backward):
+    changes = {
+        "model": {"device": "cuda"},
+        "method": {"name": name, "step_in_backward": in_backward},
+        "optim": {"warmup": 0},
+    }
+    whole, _ = run(settings("whole", **changes))
+    assert {p.dtype for p in spy[0][0].model.parameters()} == {torch.bfloat16}
+    assert whole.after["eval_loss"] < whole.before["eval_loss"]
+    config = settings("parts", **changes)
+    spy[1][3] = lambda model: (spy[1].clear(), os.kill(os.getpid(), signal.SIGINT))
+    resumed, _ = run(config, resume=run(config)[0].run_dir)
+    first, second = (load_file(r.weights / "model.safetensors") for r in (whole, resumed))
+    assert first.keys() == second.keys()
+    for key in first:
+        torch.testing.assert_close(first[key], second[key])
+    AutoModelForCausalLM.from_pretrained(resumed.weights)
