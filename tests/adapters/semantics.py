@@ -214,11 +214,10 @@ def output(
 ) -> Tensor:
     """The formula at the top."""
     kind, last = layer.kind, (-1, *[1] * layer.kind.spatial)
-    y, names = kind.frozen(x, layer.weight if kernel is None else kernel), layer.running()
-    joined = size and layer.bias is not None and (kind.spatial or len(names) > 1)
-    if joined:  # a frozen output holds b, which is taken off before each gain
-        y = y + layer.bias.view(last)
-    for name in names:
+    y = kind.frozen(x, layer.weight if kernel is None else kernel)
+    if size and layer.bias is not None:
+        y = y + layer.bias.view(last)  # a frozen layer's output holds b, which g must not meet
+    for name in layer.running():
         a = layer.adapters[name]
         y = y + a.scale * kind.up(kind.down(x, a.A), a.B)
         if a.m is not None:
