@@ -4,7 +4,8 @@
 
 Every cell is a run of a tiny layer on the CPU: hirank computes it (`explain` says so), it is left
 to PEFT, or it is refused, and then the page quotes the sentence. --check changes nothing and fails
-if the page is not current. Writing needs bitsandbytes, hqq and torchao; a check does without those it lacks.
+if the page is not current. Writing needs bitsandbytes, hqq and torchao; a check skips what is not
+installed.
 """
 
 import argparse

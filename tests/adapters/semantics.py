@@ -243,26 +243,32 @@ def _leaves(layer: Layer, x: Tensor) -> Leaves:
     return {name: tensor.requires_grad_() for name, tensor in found.items()}
 
 
-def _results(y: Tensor, leaves: Leaves, dy: Tensor) -> Leaves:
+def _results(y: Tensor, leaves: Leaves, dy: Tensor | None) -> Leaves:
     found = {"out": y.detach()}
-    if y.requires_grad:
+    if dy is not None and y.requires_grad:
         grads = torch.autograd.grad(y, list(leaves.values()), dy)
         found |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
     return found
 
 
-def truth_and_size(layer: Layer, x: Tensor, dy: Tensor) -> tuple[Leaves, Leaves]:
-    """Output and gradients of sum(y dy) in fp64, by name, and the sums of their terms."""
-    wide = [t.detach().double() if t.is_floating_point() else t for t in (x, dy)]
+def truth_and_size(layer: Layer, x: Tensor, dy: Tensor | None = None) -> tuple[Leaves, Leaves]:
+    """In fp64, by name: output and, given dy, gradients of sum(y dy); and the sums of their terms."""
     exact = _wide(layer)
-    terms, absolute = _absolute(exact), [t.abs() for t in wide]
     kernels = (None, None) if exact.kernel is None else exact.kernel
+    x, dy = _double(x), None if dy is None else _double(dy)
     found = []
-    for size, layer, (x, dy) in ((False, exact, wide), (True, terms, absolute)):
-        leaves = _leaves(layer, x)
-        y = output(layer, x, norms(exact, size=size), kernels[size], size=size)
-        found.append(_results(y, leaves, dy))
+    for size in (False, True):
+        part = _absolute(exact) if size else exact
+        given = x.abs() if size else x
+        leaves = _leaves(part, given)
+        with torch.enable_grad():
+            y = output(part, given, norms(exact, size=size), kernels[size], size=size)
+            found.append(_results(y, leaves, dy.abs() if size and dy is not None else dy))
     return found[0], found[1]
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.detach().double() if tensor.is_floating_point() else tensor
 
 
 def assert_same(found: Leaves, truth: Leaves, size: Leaves, unit: float) -> None:

@@ -12,7 +12,7 @@ import inspect
 import pickle
 import random
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -27,18 +27,15 @@ from peft import (
     set_peft_model_state_dict,
 )
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 import hirank
 from adapters.layer_kinds import Holder
+from adapters.random_layers import KINDS, Case, configs
 from adapters.semantics import (
     Adapter,
-    Kind,
     Layer,
+    Leaves,
     assert_same,
-    convolution,
-    embedding,
-    linear,
     truth_and_size,
 )
 from adapters.setups import layer_of
@@ -60,17 +57,6 @@ NAMES = ("x", "y", "z")
 
 
 @dataclass
-class Case:
-    """A layer and its input."""
-
-    layer: nn.Module
-    kind: Kind
-    shape: tuple[int, ...]  # of x
-    entries: int | None = None  # of an embedding
-    groups: int = 1
-
-
-@dataclass
 class Example:
     """What hypothesis draws."""
 
@@ -79,64 +65,6 @@ class Example:
     seed: int
     adapters: list[dict[str, Any]]
     life: list[tuple[str, int]] = field(default_factory=list)
-
-
-# What there is.
-
-small = st.integers(1, 9)
-
-
-@st.composite
-def linears(draw: Any, turned: bool) -> Case:
-    k, n, rows = draw(small), draw(small), draw(st.integers(0, 5))
-    layer = Conv1D(n, k) if turned else nn.Linear(k, n, bias=draw(st.booleans()))
-    return Case(layer, linear(turned), (rows, k))
-
-
-@st.composite
-def embeddings(draw: Any) -> Case:
-    entries, n = draw(st.integers(2, 12)), draw(small)
-    padding = draw(st.none() | st.integers(0, entries - 1))
-    layer = nn.Embedding(entries, n, padding_idx=padding)
-    return Case(layer, embedding(padding), (2, draw(st.integers(0, 5))), entries)
-
-
-@st.composite
-def convolutions(draw: Any, dims: int) -> Case:
-    groups = draw(st.sampled_from([1, 1, 2, 3]))
-    channels, outputs = (groups * draw(st.integers(1, 3)) for _ in range(2))
-    mode = draw(st.sampled_from(["zeros", "zeros", "reflect", "replicate", "circular"]))
-    padding = draw(st.integers(0, 2))
-    how = {"stride": draw(st.integers(1, 2)), "dilation": draw(st.integers(1, 2))}
-    size = draw(st.integers(1, 3))
-    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](
-        channels, outputs, size, padding=padding, groups=groups, padding_mode=mode,
-        bias=draw(st.booleans()), **how,
-    )  # fmt: skip
-    sides = [5 + draw(st.integers(0, 1)) for _ in range(dims)]
-    kind = convolution(dims, groups, padding, mode, **how)
-    return Case(layer, kind, (draw(st.integers(1, 2)), channels, *sides), groups=groups)
-
-
-KINDS = {
-    "Linear": linears(turned=False),
-    "Conv1D": linears(turned=True),
-    "Embedding": embeddings(),
-    "Conv1d": convolutions(1),
-    "Conv2d": convolutions(2),
-    "Conv3d": convolutions(3),
-}
-
-
-@st.composite
-def configs(draw: Any, groups: int) -> dict[str, Any]:
-    return {
-        "r": groups * draw(st.integers(1, 4)),
-        "lora_alpha": draw(st.sampled_from([1, 2, 8, 0.5])),
-        "use_rslora": draw(st.booleans()),
-        "use_dora": draw(st.booleans()),
-        "target_modules": ["lin"],
-    }
 
 
 @st.composite
@@ -268,6 +196,20 @@ class Life:
         self.layer.unmerge()
         self.layer.active = names
 
+    @torch.no_grad()
+    def mixed(self) -> None:
+        """A batch with an adapter of its own for each sample: as if each went alone."""
+        x = self._input()
+        if self.layer.merged or not self.layer.enabled or not len(x):
+            return  # PEFT refuses, or ignores the names
+        names = [self.random.choice(["__base__", *self.layer.adapters]) for _ in x]
+        training, self.model = self.model.training, self.model.eval()
+        y = self.model(x, adapter_names=names)
+        for i, name in enumerate(names):
+            alone = replace(self.layer, active=[name] if name in self.layer.adapters else [])
+            self._compare({"out": y[i : i + 1]}, alone, x[i : i + 1])
+        self.model.train(training)
+
     def disable(self) -> None:
         self.model.base_model.disable_adapter_layers()
         self.layer.enabled = False
@@ -378,7 +320,6 @@ class Life:
         self._check_weights()
         assert y.dtype == self.base.weight.dtype
         dy = torch.randn(y.shape).to(y)
-        truth, size = truth_and_size(self.layer, x, dy)
         if y.requires_grad:
             y.backward(dy)
         found = {"out": y.detach()} | ({"dx": x.grad} if x.grad is not None else {})
@@ -387,11 +328,13 @@ class Life:
                 if tensor.grad is not None:
                     found[f"d{name}.{part}"] = tensor.grad.clone()
         self.model.zero_grad()
-        assert_same(found, truth, size, torch.finfo(y.dtype).eps / 2)
+        self._compare(found, self.layer, x, dy)
         with torch.no_grad():
-            assert_same(
-                {"out": self.model(x)}, {"out": truth["out"]}, size, torch.finfo(y.dtype).eps / 2
-            )
+            self._compare({"out": self.model(x)}, self.layer, x)
+
+    def _compare(self, found: Leaves, layer: Layer, x: Tensor, dy: Tensor | None = None) -> None:
+        truth, size = truth_and_size(layer, x, dy)
+        assert_same(found, truth, size, torch.finfo(found["out"].dtype).eps / 2)
 
     def _check_weights(self) -> None:
         if not self.layer.merged:
