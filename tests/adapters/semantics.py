@@ -252,7 +252,7 @@ def _results(y: Tensor, leaves: Leaves, dy: Tensor | None) -> Leaves:
 
 
 def truth_and_size(layer: Layer, x: Tensor, dy: Tensor | None = None) -> tuple[Leaves, Leaves]:
-    """In fp64, by name: output and, given dy, gradients of sum(y dy); and the sums of their terms."""
+    """In fp64, by name: output and, given dy, gradients of sum(y dy); sums of their terms."""
     exact = _wide(layer)
     kernels = (None, None) if exact.kernel is None else exact.kernel
     x, dy = _double(x), None if dy is None else _double(dy)
