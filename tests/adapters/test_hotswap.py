@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import hotswap as peft_hotswap
 from safetensors.torch import load_file, save_file
+from torch._dynamo.testing import CompileCounter
 
 import hirank
 from adapters import quantised_bases
@@ -131,7 +132,7 @@ def test_d31_compiled_models_follow_without_compiling_again(tmp_path):
     expected = model(x)
     hirank.prepare_hotswap(model, 7)
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     with torch.no_grad():
         compiled(x)
