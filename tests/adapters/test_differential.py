@@ -1,7 +1,7 @@
 """Random layers through random lives, against what they mean: `semantics.py`.
 
 After every operation the layer holds, bit by bit, the weights it should, and its output and all its
-gradients are those of the model in fp64, as near as the roundings of its dtype explain. 340 lives
+gradients are those of the model in fp64, as near as the roundings of its dtype explain. 120 lives
 for each kind of layer, the same on every run; for more, and others each time:
 
     pytest tests/adapters/test_differential.py --hypothesis-profile=long
