@@ -12,7 +12,7 @@ def named() -> set[str]:
     """Every PART/file.py in the text; a bare file.py belongs to the part named before it."""
     files, part = set(), ""
     for folder, name in re.findall(
-        r"(?:\b(kernels|adapters/peft|adapters|optim|train|launch|bench|doctor|scripts|tests)/)?"
+        r"(?:\b(kernels|adapters/peft|adapters|optim|page|train|plan|audit|cli|launch|bench|doctor|scripts|tests)/)?"
         r"(\w+\.py)\b",
         TEXT,
     ):

@@ -3,7 +3,8 @@
 import math
 from pathlib import Path
 
-from hirank.train.charts import MAX_POINTS, Chart, run_charts, smoothed, thinned
+from hirank.page.charts import MAX_POINTS, Chart, thinned
+from hirank.train.charts import run_charts, smoothed
 from hirank.train.summary import load_summary
 from run_folder import events, write_run
 

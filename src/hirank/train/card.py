@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from hirank.page.files import write_text
+from hirank.page.units import bytes_text, count_text, duration_text, percent_text
 from hirank.train import lowrank
-from hirank.train.files import write_text
 from hirank.train.method import METHODS
 from hirank.train.summary import Change, Summary, load_summary
-from hirank.train.units import bytes_text, count_text, duration_text, percent_text
 
 __all__ = ["chat_command", "load_code", "resume_command", "write_card"]
 

@@ -1,38 +1,16 @@
-"""The plots of a run, as Plotly figures that carry no colour of page or text.
-
-Background is transparent and text and grid are coloured by the page's style sheet, so one figure
-serves light and dark. Trace colours are mid tones that read on both.
-"""
+"""The plots of a run."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
 
+from hirank.page.charts import BLUE, GREEN, ORANGE, Chart, Points, empty_figure, line
 from hirank.train.runlog import Event
 from hirank.train.summary import Summary
 
-__all__ = ["Chart", "run_charts", "smoothed", "stride", "thinned"]
-
-BLUE, ORANGE, GREEN = "#3d84f5", "#e07b28", "#2a9d6f"
-CLEAR = "rgba(0,0,0,0)"
-FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif'
-MAX_POINTS = 3000
-"""Points of one line; longer runs keep every k-th step, so that the report stays small."""
-
-Points = tuple[list[int], list[float | None]]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A titled figure; `note` says in a few words how to read it."""
-
-    title: str
-    note: str
-    figure: go.Figure
-    wide: bool = False
+__all__ = ["run_charts", "smoothed"]
 
 
 def run_charts(run: Summary) -> list[Chart]:
@@ -58,13 +36,13 @@ def _loss(run: Summary) -> Chart | None:
     raw, held_out = _points(run.steps, "loss"), _points(run.evals, "eval_loss")
     if not _any(raw) and not _any(held_out):
         return None
-    figure = _figure("~g", ".4f")
+    figure = empty_figure("~g", ".4f", "step")
     figure.update_yaxes(rangemode="normal")
-    figure.add_trace(_line(raw, "training", BLUE, opacity=0.35, width=1.5))
+    figure.add_trace(line(raw, "training", BLUE, opacity=0.35, width=1.5))
     if len(raw[0]) >= 8:
-        figure.add_trace(_line((raw[0], smoothed(raw[1])), "training, smoothed", BLUE))
+        figure.add_trace(line((raw[0], smoothed(raw[1])), "training, smoothed", BLUE))
     if _any(held_out):
-        figure.add_trace(_line(held_out, "held-out", ORANGE, dots=True))
+        figure.add_trace(line(held_out, "held-out", ORANGE, dots=True))
     return Chart("Loss", "lower is better", figure, wide=True)
 
 
@@ -72,8 +50,8 @@ def _exact_match(run: Summary) -> Chart | None:
     points = _points([e for e in run.evals if "exact_match" in e], "exact_match")
     if not _any(points):
         return None
-    figure = _figure(".0%", ".1%")
-    figure.add_trace(_line(points, "exact match", GREEN, dots=True))
+    figure = empty_figure(".0%", ".1%", "step")
+    figure.add_trace(line(points, "exact match", GREEN, dots=True))
     figure.update_yaxes(range=[-0.03, 1.03])
     return Chart("Exact match", "held-out answers generated word for word", figure)
 
@@ -82,8 +60,8 @@ def _single(run: Summary, title: str, name: str, note: str, ticks: str, hover: s
     points = _points(run.steps, name)
     if not _any(points):
         return None
-    figure = _figure(ticks, hover)
-    figure.add_trace(_line(points, title.lower(), BLUE))
+    figure = empty_figure(ticks, hover, "step")
+    figure.add_trace(line(points, title.lower(), BLUE))
     return Chart(title, note, figure)
 
 
@@ -91,10 +69,10 @@ def _memory(run: Summary) -> Chart | None:
     now, peak = _points(run.steps, "memory_bytes"), _points(run.steps, "peak_memory_bytes")
     if not _any(now) and not _any(peak):
         return None
-    figure = _figure("~g", ".3f")
+    figure = empty_figure("~g", ".3f", "step")
     for points, name, color in ((now, "in use", BLUE), (peak, "peak so far", ORANGE)):
         if _any(points):
-            figure.add_trace(_line((points[0], _giga(points[1])), name, color))
+            figure.add_trace(line((points[0], _giga(points[1])), name, color))
     return Chart("Memory", "GB = 10⁹ bytes", figure)
 
 
@@ -116,18 +94,6 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
     return result
 
 
-def stride(count: int) -> int:
-    """Of `count` points every how many are drawn."""
-    return max(1, math.ceil(count / MAX_POINTS))
-
-
-def thinned(points: Points) -> Points:
-    """Every k-th point and the last one, so that at most MAX_POINTS + 1 are left."""
-    count = len(points[0])
-    kept = [*range(0, count - 1, stride(count)), count - 1] if count else []
-    return [points[0][i] for i in kept], [points[1][i] for i in kept]
-
-
 def _points(events: Sequence[Event], name: str) -> Points:
     return [event["step"] for event in events], [_number(event.get(name)) for event in events]
 
@@ -145,51 +111,8 @@ def _giga(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None else value / 1e9 for value in values]
 
 
-# Looks.
-
-
-def _figure(ticks: str, hover: str) -> go.Figure:
-    """An empty figure; `ticks` and `hover` are d3 formats of the values."""
-    axis = {"zeroline": False, "automargin": True}
-    layout = {
-        "template": "none",
-        "paper_bgcolor": CLEAR,
-        "plot_bgcolor": CLEAR,
-        "font": {"family": FONT, "size": 12},
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
-        "hovermode": "x unified",
-        "hoverlabel": {"namelength": -1},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "xaxis": axis | {"showgrid": False, "title": {"text": "step", "font": {"size": 12}}},
-        "yaxis": axis | {"rangemode": "tozero", "tickformat": ticks, "hoverformat": hover},
-    }
-    return go.Figure(layout=layout)
-
-
 def _align(figure: go.Figure, last_step: int) -> None:
     """One x range for every chart, so that what lies below one another happened together."""
     margin = max(1, last_step) * 0.015
     figure.update_xaxes(range=[-margin, max(1, last_step) + margin])
     figure.update_layout(showlegend=len(figure.data) > 1)
-
-
-def _line(
-    points: Points,
-    name: str,
-    color: str,
-    *,
-    opacity: float = 1.0,
-    width: float = 2.5,
-    dots: bool = False,
-) -> go.Scatter:
-    x, y = thinned(points)
-    return go.Scatter(
-        x=x,
-        y=y,
-        name=name,
-        mode="lines+markers" if dots or len(x) < 8 else "lines",
-        line={"color": color, "width": width},
-        marker={"color": color, "size": 7},
-        opacity=opacity,
-        connectgaps=False,
-    )

@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hirank.page.files import write_text
 from hirank.train import checkpoint, lowrank, methods, model
 from hirank.train.config import dump_config, resolved
 from hirank.train.evaluate import EvalConfig
-from hirank.train.files import write_text
 from hirank.train.interrupt import Interrupt
 from hirank.train.optim import interval, trainer_settings
 from hirank.train.prepare import Prepared, prepare

@@ -27,8 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
+from hirank.page.units import bytes_text, duration_text, percent_text
 from hirank.train.runlog import Event, RunLog, read_log
-from hirank.train.units import bytes_text, duration_text, percent_text
 
 __all__ = ["Memory", "ProgressCallback", "RunLog", "read_log"]
 

@@ -1,28 +1,20 @@
-"""The report of a run: one HTML file that opens offline, in light and dark, at any width.
+"""The report of a run, an HTML page (see `hirank.page.html`).
 
-    log.jsonl, config.yaml, versions.json  ->  Summary  ->  page (below)  ->  templates/report.html
-
-All text of the run passes through Jinja's autoescape. What is not escaped is ours: style sheet,
-script, Plotly, and the figures as JSON. A content security policy with the hashes of the two
-scripts makes the browser run those and nothing else, and load nothing from anywhere.
+log.jsonl, config.yaml, versions.json  ->  Summary  ->  page (below)  ->  templates/report.html
 """
 
-import base64
 import difflib
-import hashlib
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
-
+from hirank.page.charts import stride
+from hirank.page.files import write_text
+from hirank.page.html import Card, Status, render
+from hirank.page.units import bytes_text, count_text, duration_text, percent_text
 from hirank.train.card import (
     METHOD_NAMES,
     best_text,
@@ -34,10 +26,8 @@ from hirank.train.card import (
     resume_command,
     trainable_text,
 )
-from hirank.train.charts import Chart, run_charts, stride
-from hirank.train.files import write_text
+from hirank.train.charts import run_charts
 from hirank.train.summary import Change, Sample, Summary, load_summary
-from hirank.train.units import bytes_text, count_text, duration_text, percent_text
 
 __all__ = ["write_report"]
 
@@ -58,19 +48,10 @@ def write_report(run_dir: Path) -> Path:
 def report_html(run: Summary) -> str:
     """The page as text."""
     charts = run_charts(run)
-    plotlyjs, js = get_plotlyjs(), _template("report.js")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.from_string(_template("report.html")).render(
-        page(run, charts),
-        css=Markup(_template("report.css")),
-        js=Markup(js),
-        plotlyjs=Markup(plotlyjs),
-        figures=Markup(_script_json([chart.figure.to_plotly_json() for chart in charts])),
-        policy=_policy(plotlyjs, js),
-    )
+    return render("hirank.train", "report.html", page(run), charts)
 
 
-def page(run: Summary, charts: list[Chart]) -> dict[str, Any]:
+def page(run: Summary) -> dict[str, Any]:
     """Everything the template shows, as plain values; nothing here is HTML."""
     samples = run.samples
     return {
@@ -79,7 +60,6 @@ def page(run: Summary, charts: list[Chart]) -> dict[str, Any]:
         "status": _status(run),
         "notices": _notices(run),
         "cards": _cards(run),
-        "charts": charts,
         "stride": stride(len(run.steps)),
         "samples": [_sample_row(sample) for sample in samples[:MAX_SAMPLES]],
         "samples_note": _samples_note(run),
@@ -112,14 +92,6 @@ def _date(moment: datetime) -> str:
     return f"{there.day} {there:%B %Y, %H:%M} UTC"
 
 
-@dataclass(frozen=True)
-class Status:
-    """kind picks the colour: finished, failed or anything else."""
-
-    kind: str
-    text: str
-
-
 def _status(run: Summary) -> Status:
     kind = "unfinished" if run.end is None else str(run.end.get("status") or "finished")
     step = f"{run.last_step:,} steps"
@@ -145,16 +117,6 @@ def _notices(run: Summary) -> list[str]:
     elif run.end.get("status") == "interrupted":
         notices.append(f"The run was interrupted. To go on: {resume_command(run)}")
     return notices
-
-
-@dataclass(frozen=True)
-class Card:
-    """One headline number; `before` is empty where there is only one moment to tell of."""
-
-    label: str
-    value: str
-    note: str
-    before: str = ""
 
 
 def _cards(run: Summary) -> list[Card]:
@@ -321,25 +283,3 @@ def _usage(run: Summary) -> list[UsageStep]:
         UsageStep(f"Load it in Python, without hirank ({what})", load),
         UsageStep("Go on from the last checkpoint", resume_command(run)),
     ]
-
-
-# Safe embedding.
-
-
-def _template(name: str) -> str:
-    return (resources.files("hirank.train") / "templates" / name).read_text(encoding="utf-8")
-
-
-def _script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _policy(*scripts: str) -> str:
-    hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:;"
-        " base-uri 'none'; form-action 'none'"
-    )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hirank.errors import HirankError
-from hirank.train.files import write_text
+from hirank.page.files import write_text
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(

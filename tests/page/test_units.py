@@ -2,7 +2,7 @@
 
 import pytest
 
-from hirank.train.units import bytes_text, count_text, duration_text, percent_text
+from hirank.page.units import bytes_text, count_text, duration_text, percent_text
 
 
 @pytest.mark.parametrize(
