@@ -129,6 +129,56 @@ def test_cancelling_rows_among_ordinary_ones(dtype):
     torch.testing.assert_close(norm_of(case).double(), dense(case), rtol=1e-4, atol=0)
 
 
+def _alike(draw, rank, k):
+    """Rows of A that are one direction and a little noise."""
+    shared = torch.randn(1, k, generator=draw)
+    return shared.expand(rank, k) + 1e-5 * torch.randn(rank, k, generator=draw)
+
+
+def _cancelling(draw, n, rank):
+    """Rows of B whose entries sum to nearly nothing."""
+    B = torch.randn(n, rank, generator=draw)
+    return B - B.mean(1, keepdim=True) * (1 - 1e-4)
+
+
+@pytest.mark.parametrize("base", ["zero", "tiny", "some-zero"])
+@pytest.mark.parametrize("size", [(2, 1), (4, 1), (4, 96), (64, 96), (16, 700)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_that_cancel_among_themselves(dtype, size, base):
+    """W says nothing of what is lost there: it may be zero."""
+    rank, k = size
+    draw = torch.Generator().manual_seed(rank + k)
+    A = _alike(draw, rank, k).to(DEVICE, dtype)
+    B = _cancelling(draw, 100, rank).to(DEVICE, dtype)
+    weight = torch.randn(100, k, generator=draw).to(DEVICE, dtype)
+    weight *= {"zero": 0, "tiny": 1e-6, "some-zero": 1}[base]
+    weight[::3] = 0
+    got = dora_norm_ref(weight, A, B, 2.0)
+    exact = (weight.double() + 2 * B.double() @ A.double()).norm(dim=1)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=0)
+
+
+def test_one_column_drawn_at_random():
+    """K = 1: every row of A is alike, so that ranks cancel in many a draw."""
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        A = torch.randn(4, 1, generator=draw).to(DEVICE)
+        B = torch.randn(64, 4, generator=draw).to(DEVICE)
+        got = dora_norm_ref(torch.zeros(64, 1, device=DEVICE), A, B, 1.0)
+        exact = (B.double() @ A.double()).norm(dim=1)
+        torch.testing.assert_close(got.double(), exact, rtol=3e-6, atol=0)
+
+
+def test_ordinary_rows_are_not_computed_again():
+    """Rows of A at random are nearly orthogonal, at any rank and size of B A beside W."""
+    for rank, size in [(4, 1e-3), (64, 1.0), (384, 10.0)]:
+        weight, A = torch.randn(64, 512, device=DEVICE), torch.randn(rank, 512, device=DEVICE)
+        B = size * torch.randn(64, rank, device=DEVICE)
+        with OpLog() as log:
+            dora_norm_ref(weight, A, B, 1.0)
+        assert not any(dtype == torch.float64 for op in log.ops for dtype, _ in op.outputs)
+
+
 def test_exact_cancellation_is_zero_not_nan():
     case = LinearCase.make((1, 24, 32, 4)).to(torch.float64, DEVICE)
     weight = -(case.scale * case.lora_B @ case.lora_A)

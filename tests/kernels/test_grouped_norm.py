@@ -56,6 +56,17 @@ def test_cancelling_rows_are_exact():
     assert relative_rms(grouped_norm(weight, own, B, scale=2.0, groups=2), truth) < 1e-2
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 2**20], ids=["one-row", "all-rows"])
+def test_ranks_that_cancel_among_themselves(chunk_bytes):
+    """With W zero and rows of A alike, there is nothing but what they leave."""
+    weight, A, B = torch.zeros(8, 18), torch.randn(1, 36).repeat(8, 1), torch.randn(8, 4)
+    A += 1e-5 * torch.randn_like(A)
+    B -= B.mean(1, keepdim=True) * (1 - 1e-4)
+    truth = dense(weight.double(), A.double(), B.double(), 2.0, 2)
+    norm = grouped_norm(weight, A, B, scale=2.0, groups=2, chunk_bytes=chunk_bytes)
+    torch.testing.assert_close(norm.double(), truth, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("scale", [0.0, 3.0])
 def test_without_an_adapter_it_is_the_norm_of_the_weight(scale):
     weight, A, B = make((12, 5, 6, 3), torch.float32)

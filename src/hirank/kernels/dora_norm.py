@@ -7,8 +7,13 @@ Expanding the square gives three sums per row, none of them larger than [N, R]:
     norm^2 = ||W||^2 + 2 s <W A^T, B> + s^2 <B (A A^T), B>
 
 The first does not change while the base is frozen: compute it once with `row_square_sum` and
-pass it back as `base_sq`. Where W is close to -s B A the three terms cancel; rows that lost more
-than a factor `1 / _CANCELLED` are computed again from W + s B A itself, a few rows at a time.
+pass it back as `base_sq`. Where W is close to -s B A the three terms cancel, and where the rows of
+A are alike the ranks of B A cancel within the third. Against both, the sum is compared with what
+it would be if W and the ranks were orthogonal,
+
+    ||W||^2 + s^2 sum_r B[n, r]^2 ||A[r]||^2
+
+and rows below `CANCELLED` of it are computed again from W + s B A itself, a few at a time in fp64.
 
 That is the reference, and the way on a CPU. A GPU goes by the definition instead, tile by tile
 over W + s B A: the same operations, nothing cancels, and W has to be read only once. The kernels
@@ -33,13 +38,16 @@ from torch import Tensor
 from hirank.kernels._triton import HAS_TRITON, interpreting
 from hirank.kernels.norm_table import NormEntry, NormTable
 
-__all__ = ["CHUNK_BYTES", "dora_gain", "dora_norm", "dora_norm_ref", "row_norm", "row_square_sum"]
+__all__ = ["CANCELLED", "CHUNK_BYTES", "dora_gain", "dora_norm", "dora_norm_ref", "row_norm"]
+__all__ += ["row_square_sum"]
 
 CHUNK_BYTES = 256 * 2**20
 """Default budget in bytes for the blocks of one norm."""
 
+CANCELLED = 1 / 16
+"""What is left of a sum that has lost 4 bits to cancellation."""
+
 _ALIGN = 64  # columns; keeps every block on whole cache lines and tensor-core tiles
-_CANCELLED = 1 / 16  # of ||W||^2 + ||s B A||^2: below this, fp32 has lost 4 bits or more
 
 
 def _accumulator(weight: Tensor) -> torch.dtype:
@@ -100,15 +108,14 @@ def _without_adapter(weight: Tensor, *, root: bool) -> Tensor:
 def _dense_rows(
     weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, rows: Tensor, chunk_bytes: int
 ) -> Tensor:
-    """||W + s B A||^2 of the chosen rows by the definition: no cancellation left to suffer."""
-    acc = _accumulator(weight)
-    A = lora_A.to(acc)  # [R, K]
-    out = torch.empty(rows.numel(), dtype=acc, device=weight.device)
-    for part in _row_blocks(rows.numel(), weight.shape[1], acc.itemsize, chunk_bytes):
+    """||W + s B A||^2 of the chosen rows by the definition, in fp64: sums in B A cancel, too."""
+    A = lora_A.double()  # [R, K]
+    out = torch.empty(rows.numel(), dtype=_accumulator(weight), device=weight.device)
+    for part in _row_blocks(rows.numel(), weight.shape[1], A.itemsize, chunk_bytes):
         chosen = rows[part]
         out[part] = _square_sum(
-            torch.addmm(weight[chosen].to(acc), lora_B[chosen].to(acc), A, alpha=scale)
-        )
+            torch.addmm(weight[chosen].double(), lora_B[chosen].double(), A, alpha=scale)
+        ).to(out.dtype)
     return out
 
 
@@ -138,7 +145,8 @@ def dora_norm_ref(
         cross = U.mul_(B).sum(1)
         gram = torch.mm(B, G, out=U).mul_(B).sum(1)
         squared = base_sq + 2 * scale * cross + scale * scale * gram
-        lost = squared < _CANCELLED * (base_sq + scale * scale * gram)
+        apart = torch.mul(B, B, out=U) @ G.diagonal()  # were the ranks orthogonal
+        lost = squared < CANCELLED * (base_sq + scale * scale * apart)
         rows = lost.nonzero().squeeze(1)
         if rows.numel():
             squared[rows] = _dense_rows(weight, lora_A, lora_B, scale, rows, chunk_bytes)

@@ -6,7 +6,8 @@ second is grouped. So the effective kernel is dense: out channel n of group j ha
     norm^2 = || W[n] + s B[n] A[j, own] ||^2 + s^2 || B[n] A[j, others] ||^2
 
 where A[j] are the ranks of group j, split into the columns of its own in channels and the rest.
-Both terms are squares, so nothing cancels between them; the first goes by the definition.
+Both terms are squares, so nothing cancels between them; within them the ranks may, and W. Against
+that the sum is compared as in `dora_norm`, and such rows go by the definition in fp64.
 
 Shapes     weight [N, K]; lora_A [R, G K]; lora_B [N, R / G]; norm [N].
            N out channels, K in channels of a group times kernel positions (in that order),
@@ -18,7 +19,7 @@ Memory     A once more, and blocks of groups within `chunk_bytes`, at least one 
 import torch
 from torch import Tensor
 
-from hirank.kernels.dora_norm import CHUNK_BYTES
+from hirank.kernels.dora_norm import CANCELLED, CHUNK_BYTES
 
 __all__ = ["grouped_norm"]
 
@@ -56,8 +57,11 @@ def grouped_norm(
         A = lora_A.to(wide).reshape(groups, r // groups, groups, k)
         B = lora_B.to(wide).reshape(groups, n // groups, r // groups)
         own = A.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [G, R/G, K]
-        squared = _own_square_sum(weight.reshape(groups, -1, k), own, B, scale, chunk_bytes)
+        W = weight.reshape(groups, n // groups, k)
+        squared = _own_square_sum(W, own, B, scale, chunk_bytes)
         squared += _others_square_sum(A, B).mul_(scale * scale)
+        lost = (squared < CANCELLED * _were_all_orthogonal(W, A, B, scale)).nonzero()
+        _by_definition_(squared, lost, W, A, B, scale, chunk_bytes)
         return squared.reshape(n).sqrt_()
 
 
@@ -81,3 +85,27 @@ def _others_square_sum(A: Tensor, B: Tensor) -> Tensor:
     flat = others.flatten(2)  # [G, R/G, G K]
     gram = flat @ flat.transpose(1, 2)
     return (B @ gram).mul_(B).sum(2).clamp_(min=0)
+
+
+def _were_all_orthogonal(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    """||W||^2 + s^2 sum_r B[n, r]^2 ||A[r]||^2, [G, N / G]."""
+    lengths = torch.linalg.vector_norm(A, dim=(2, 3)).square_().unsqueeze(2)
+    total: Tensor = torch.linalg.vector_norm(weight, dim=2, dtype=B.dtype).square_()
+    return total.add_((B.square() @ lengths).squeeze(2), alpha=scale * scale)
+
+
+def _by_definition_(
+    squared: Tensor,
+    lost: Tensor,
+    weight: Tensor,
+    A: Tensor,
+    B: Tensor,
+    scale: float,
+    chunk_bytes: int,
+) -> None:
+    """Writes the norms^2 of the rows `lost` [L, 2], each a group and an out channel in it."""
+    height = max(1, chunk_bytes // max(1, 16 * A[0].numel()))
+    for group, row in (part.unbind(1) for part in torch.split(lost, height)):
+        kernel = torch.einsum("lr,lrgk->lgk", B[group, row].double() * scale, A[group].double())
+        kernel[torch.arange(len(group), device=group.device), group] += weight[group, row]
+        squared[group, row] = kernel.square_().sum((1, 2)).to(squared.dtype)
