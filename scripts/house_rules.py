@@ -2,7 +2,7 @@
 
     python scripts/house_rules.py [FILE ...]
 
-- print() only in cli.py: everything else is handed a console or a log.
+- print() only in cli/ and bench/cli.py: everything else is handed a console or a log.
 - No os.environ, os.getenv or os.putenv: a setting that changes a result is an argument. The one
   exception is launch/process.py, which hands the environment on to the command it starts, with a
   folder in front of PYTHONPATH: nothing of ours reads it.
@@ -37,8 +37,8 @@ def breaches(file: Path) -> Iterator[str]:
 
 
 def advice_on(node: ast.AST, file: Path) -> str | None:
-    if file.name != "cli.py" and calls_print(node):
-        return "print() belongs in cli.py: take a rich Console as an argument"
+    if "cli" not in (file.stem, file.parent.name) and calls_print(node):
+        return "print() belongs in the command line: take a rich Console as an argument"
     if reads_environment(node) and file.parts[-2:] != HANDS_ENVIRONMENT_ON:
         return "no environment variables in src: make it an argument or a setting"
     if isinstance(node, ast.ExceptHandler) and swallows_everything(node):

@@ -73,12 +73,12 @@ def test_every_part_of_src_is_in_the_table():
         ("train/a.py", "from hirank import accelerate", "__init__"),
         ("plan/a.py", "def late():\n    import hirank.audit", "audit"),
         ("train/a.py", "from hirank.bench.timing import calls", "bench"),
-        ("cli.py", "from .testing import x", "testing"),
+        ("cli/a.py", "from ..testing import x", "testing"),
         ("serve/a.py", "from hirank.errors import HirankError", None),
         ("adapters/a.py", "from . import gain", None),
         ("adapters/a.py", "from .. import kernels", None),
         ("train/a.py", "from hirank import __version__", None),
-        ("cli.py", "from hirank.train import loop", None),
+        ("cli/a.py", "from hirank.train import loop", None),
     ],
 )
 def test_the_check_itself(tmp_path: Path, file: str, code: str, caught: str | None):
