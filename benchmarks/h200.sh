@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The commands behind the tables of one H200, most important first; about 15 minutes in all.
-#   bash benchmarks/h200.sh [1 2 3]      parts to run; adds to benchmarks/results/
+#   bash benchmarks/h200.sh [1 2 3 4 5]  parts to run (without numbers 1 2 3); adds to
+#                                        benchmarks/results/
 # COMMIT=<hash> where git cannot tell; TEXT=<file> is the prose that `convergence` learns from.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -34,6 +35,20 @@ part3() {  # a 30B-class model, and the other settings of the 8B one
   bench $ONE --rank 384 --checkpointing on --loss-tokens 0 --arms $TRIO --repeats 2 --saved-tokens 0
   bench $ONE --rank 384 --checkpointing on --loss-tokens 1024 --dropout 0.05 --arms $TRIO --repeats 2
   bench $ONE --rank 64,768 --checkpointing on --loss-tokens 1024 --arms $TRIO --repeats 2
+}
+
+SEVEN="optim --model llama-7b,qwen2.5-7b --rank 1024 --seq 2048"
+
+part4() {  # all weights of a 7B: memory and seconds of a step; the last line takes minutes of SVDs
+  bench $SEVEN --arms adamw,adamw-8bit,hirank-galore,hirank-qgalore --repeats 8
+  bench $SEVEN --arms adamw-8bit,hirank-galore,hirank-qgalore --repeats 20 --stagger on
+  bench $SEVEN --model llama-7b --arms galore-torch-8bit --repeats 3 --refreshes 0
+}
+part5() {  # a Llama of 60M learns a text with each optimiser; then learning rates of its neighbours
+  local run="pretrain --text ${TEXT:-prose.txt} --vocab 8192 --hidden 512 --layers 8 --heads 8"
+  run+=" --seq 256 --batch 64 --rank 128 --gap 200"
+  bench $run --steps 2000
+  bench $run --steps 2000 --arms adamw --adamw-lr 0.001,0.005
 }
 
 for part in "${@:-1 2 3}"; do for one in $part; do "part$one"; done; done

@@ -33,6 +33,8 @@ SUITES = {
     "decode": Suite(settings.Decode, "inference", "run_decode"),
     "init": Suite(settings.Init, "init"),
     "convergence": Suite(settings.Convergence, "convergence"),
+    "optim": Suite(settings.Optim, "optim_step"),
+    "pretrain": Suite(settings.Pretrain, "optim_pretrain"),
     "tune": Suite(settings.Tune, "tune"),
 }
 # Seconds on any CPU, even a busy one: threads would wait for each other there. Records nothing.
@@ -118,7 +120,7 @@ def _run(given: argparse.Namespace, arguments: Sequence[str], say: Callable[[str
         _keep(given, one, found, facts, say)
         session.tidy()
     if not agreed:
-        say("hirank and PEFT disagree (see above): no speed-up is claimed for those arms.")
+        say("An arm is too far from the truth (see above): no speed-up is claimed for it.")
     return 0 if agreed else DISAGREES
 
 

@@ -22,7 +22,9 @@ __all__ = [
     "Layer",
     "Model",
     "Norm",
+    "Optim",
     "Prefill",
+    "Pretrain",
     "Tune",
     "add_options",
     "combinations",
@@ -124,6 +126,41 @@ class Convergence:
     steps: int = _setting(500, "optimizer steps")
     lr: float = _setting(2e-4, "learning rate of AdamW, constant")
     pretrain: int = _setting(0, "steps in which the base learns first, without adapters")
+
+
+@dataclass(frozen=True)
+class Optim:
+    """A full-parameter step by AdamW, GaLore and their kind: memory, time, refreshes."""
+
+    model: str = _setting("tiny", "a shape by name: tiny, llama-7b, qwen2.5-7b, qwen3-8b")
+    layers: int = _setting(0, "decoder layers; 0: as many as the shape has")
+    rank: int = _setting(64, "rank of the low-rank arms")
+    seq: int = _setting(128, "tokens of a sequence")
+    batch: int = _setting(1, "sequences of a step")
+    checkpointing: bool = _setting(True, "recompute activations (non-reentrant)")
+    gap: int = _setting(200, "steps from one refresh of a basis to the next")
+    stagger: bool = _setting(False, "spread hirank's refreshes over the gap")
+    refreshes: int = _setting(1, "refreshes of all bases, after the first, that are timed")
+
+
+@dataclass(frozen=True)
+class Pretrain:
+    """A small Llama learns a text from nothing, once with each optimiser."""
+
+    text: str = _setting("", "a text file to learn from; its end is held out")
+    vocab: int = _setting(256, "entries: 256 are bytes, more are byte pairs learnt from the text")
+    hidden: int = _setting(256, "width of the model")
+    layers: int = _setting(4, "decoder layers")
+    heads: int = _setting(4, "attention heads")
+    seq: int = _setting(128, "tokens of a sequence")
+    batch: int = _setting(8, "sequences of a step")
+    steps: int = _setting(200, "optimizer steps")
+    rank: int = _setting(64, "rank of the one-sided arms")
+    gap: int = _setting(50, "steps from one refresh of a basis to the next")
+    lr: float = _setting(0.01, "peak learning rate of all arms but AdamW")
+    scale: float = _setting(0.25, "of the learning rate where a weight is projected; APOLLO has 1")
+    adamw_lr: float = _setting(0.0025, "peak learning rate of AdamW")
+    seed: int = _setting(0, "of the start, the batches and all that is random")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LINEARS", "MODELS", "config_of", "linears"]
 
-# The numbers of each model's published config.json, on the Hugging Face Hub: Qwen/Qwen3-8B and
-# Qwen/Qwen3-32B. "small" and "tiny" are nobody's: Llamas that learn a text's bytes in a minute on a
-# GPU, and that a CPU steps through in milliseconds.
+# The numbers of each model's published config.json, on the Hugging Face Hub: Qwen/Qwen3-8B,
+# Qwen/Qwen3-32B and Qwen/Qwen2.5-7B; llama-7b is the first Llama, on which GaLore was measured.
+# "small" and "tiny" are nobody's: Llamas that learn a text's bytes in a minute on a GPU, and that a
+# CPU steps through in milliseconds.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": dict(
         model_type="qwen3",
@@ -38,6 +39,28 @@ MODELS: dict[str, dict[str, Any]] = {
         head_dim=128,
         vocab_size=151936,
         max_position_embeddings=40960,
+        tie_word_embeddings=False,
+    ),
+    "qwen2.5-7b": dict(
+        model_type="qwen2",
+        num_hidden_layers=28,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    ),
+    "llama-7b": dict(
+        model_type="llama",
+        num_hidden_layers=32,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        vocab_size=32000,
+        max_position_embeddings=2048,
         tie_word_embeddings=False,
     ),
     "small": dict(
