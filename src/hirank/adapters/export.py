@@ -15,7 +15,7 @@ from torch import nn
 
 from hirank.errors import HirankError
 
-__all__ = ["CONFIG_FILE", "check_adapter", "load_adapter", "read_settings"]
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "check_adapter", "load_adapter", "read_settings"]
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
