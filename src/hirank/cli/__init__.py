@@ -8,7 +8,7 @@ together.
 import typer
 
 from hirank.bench.cli import mount as mount_bench
-from hirank.cli import doctor, run, train
+from hirank.cli import audit, doctor, run, train
 
 __all__ = ["app", "main", "version"]
 
@@ -23,6 +23,7 @@ train.mount(app)
 doctor.mount(app)
 mount_bench(app)
 run.mount(app)
+audit.mount(app)
 
 
 def main() -> None:
