@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hirank.page.files import write_text
+from hirank.files import write_text
 from hirank.page.units import bytes_text, count_text, duration_text, percent_text
 from hirank.train import lowrank
 from hirank.train.method import METHODS

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hirank.page.files import write_text
+from hirank.files import recover, write_text
 from hirank.train import checkpoint, lowrank, methods, model
 from hirank.train.config import dump_config, resolved
 from hirank.train.evaluate import EvalConfig
@@ -124,8 +124,8 @@ class _Run:
     # Set up.
 
     def _write_settings(self) -> None:
-        checkpoint.recover(self.last)
-        checkpoint.recover(self.best)
+        recover(self.last)
+        recover(self.best)
         device = str(model.pick_device(self.config.model))
         write_text(self.run_dir / "config.yaml", dump_config(self.config))
         write_text(self.run_dir / "versions.json", json.dumps(versions(device), indent=2) + "\n")

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hirank.files import write_text
 from hirank.page.charts import stride
-from hirank.page.files import write_text
 from hirank.page.html import Card, Status, render
 from hirank.page.units import bytes_text, count_text, duration_text, percent_text
 from hirank.train.card import (

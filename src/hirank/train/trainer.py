@@ -26,10 +26,11 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from hirank.files import atomic_folder
 from hirank.optim.backward import StepInBackward
 from hirank.optim.optimizer import LowRankAdamW
 from hirank.train import lowrank
-from hirank.train.checkpoint import atomic_folder, rotate, seal, step_dir
+from hirank.train.checkpoint import rotate, seal, step_dir
 from hirank.train.evaluate import Question, exact_match, generate, undisturbed
 from hirank.train.interrupt import Interrupt
 from hirank.train.runlog import RunLog
