@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from adapters.setups import layer_of, perturb
 
 K, N = 128, 64
+WARN = pytest.mark.filterwarnings(
+    "ignore:.*(get_apply_tensor_subclass|generations due to rounding|will be cast from).*"
+)
 
 
 class Quantised(nn.Module):
@@ -120,6 +123,12 @@ def adapted(model: nn.Module, **config: Any) -> Any:
     return get_peft_model(model, LoraConfig(**(settings | config)))
 
 
+def inputs(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Drawn from a seed, and wanting a gradient."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=draw).to(dtype).requires_grad_()
+
+
 def floats(model: nn.Module) -> Tensor:
     """The dequantised weight by its own library, in fp64."""
     layer = layer_of(model).base_layer
@@ -162,5 +171,5 @@ def gradients(model: nn.Module, y: Tensor, x: Tensor) -> dict[str, Tensor]:
     return dict(zip(named, torch.autograd.grad(y, list(named.values()), dy), strict=True))
 
 
-__all__ = ["K", "MAKERS", "N", "Int4Linear", "adapted", "base", "floats", "gradients", "int4"]
-__all__ += ["layer_of", "perturb", "truth"]
+__all__ = ["K", "MAKERS", "N", "WARN", "Int4Linear", "adapted", "base", "floats", "gradients"]
+__all__ += ["inputs", "int4", "layer_of", "perturb", "truth"]

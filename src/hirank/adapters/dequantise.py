@@ -16,21 +16,26 @@ Memory     `weight` makes one [N, K] in the dtype asked for and nothing wider; b
            for its own dtype, would go through fp32 where the model was loaded in fp32.
 """
 
-import copy
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hirank.adapters.four_bits import (
+    FLOATS,
+    dtypes_4bit,
+    obstacle_4bit,
+    own_4bit,
+    sharded,
+    state_4bit,
+    stored_4bit,
+    weight_4bit,
+)
 from hirank.errors import HirankError
 from hirank.kernels.dora_norm import CHUNK_BYTES, row_square_sum
 
 __all__ = ["Kind", "Packed", "is_registered", "kind_of", "register_quantised_linear"]
-
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 
 class Kind(NamedTuple):
     """What is known about one class of quantised linear."""
@@ -159,7 +164,7 @@ def register_quantised_linear(
 def _of_own(name: str, dequantize: Callable[[Any], Tensor]) -> Kind:
     def weight(layer: Any, dtype: torch.dtype) -> Tensor:
         found = dequantize(layer)
-        if not isinstance(found, Tensor) or found.dim() != 2 or found.dtype not in _FLOATS:
+        if not isinstance(found, Tensor) or found.dim() != 2 or found.dtype not in FLOATS:
             raise HirankError(
                 f"dequantize of {name} returned {_words(found)}: it must return the weight as a "
                 "float tensor of shape [out features, in features]."
@@ -187,70 +192,6 @@ def _words(found: Any) -> str:
 def _all_but_bias(layer: nn.Module) -> list[Tensor]:
     named = [*layer.named_parameters(), *layer.named_buffers()]
     return [tensor for name, tensor in named if name != "bias"]
-
-
-# bitsandbytes, 4 bits
-
-
-def _state_4bit(layer: Any) -> Any:
-    """How the weight is to be read; FSDP leaves that with the layer, not with its weight."""
-    found = getattr(layer.weight, "quant_state", None)
-    return layer.quant_state if found is None else found
-
-
-def _weight_4bit(layer: Any, dtype: torch.dtype) -> Tensor:
-    functional = importlib.import_module("bitsandbytes.functional")
-    state, data = copy.copy(_state_4bit(layer)), layer.weight.data
-    if getattr(state, "packing_format_for_cpu", False):  # what a CPU's own kernels multiply
-        state.original_nested = False
-        absmax = state.absmax.T.reshape(-1).float()
-        data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
-        state.absmax = absmax
-    if state.absmax.device != data.device:
-        state.to(data.device)
-    state.dtype = dtype if dtype in _FLOATS[1:] else torch.float32
-    found: Tensor = functional.dequantize_4bit(data, state)
-    return found.to(dtype)
-
-
-def _dtypes_4bit(layer: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    if not layer.compute_type_is_set:
-        layer.set_compute_type(x)
-        layer.compute_type_is_set = True
-    return x.dtype if layer.compute_dtype is None else layer.compute_dtype, x.dtype
-
-
-def _stored_4bit(layer: Any) -> list[Tensor]:
-    state = _state_4bit(layer)
-    nested = getattr(state, "state2", None)
-    return [layer.weight.data, state.absmax, *([] if nested is None else [nested.absmax])]
-
-
-def _own_4bit(layer: Any, x: Tensor, gradients: bool) -> bool:
-    """Its kernels for few tokens read the four bits; for many it makes floats, as we do."""
-    if x.is_cuda:
-        return not gradients and x.numel() // max(x.shape[-1], 1) <= _FEW
-    return bool(getattr(_state_4bit(layer), "packing_format_for_cpu", False))
-
-
-_FEW = 16  # tokens; where bitsandbytes' own choice lies differs by GPU, its table is not ours
-
-
-def _obstacle_4bit(layer: Any) -> str | None:
-    if _state_4bit(layer) is None:
-        return "the base weight is not quantised yet: move the model to its device first"
-    if layer.weight.is_meta:
-        return None
-    n, k = layer.out_features, layer.in_features
-    held = 2 * layer.weight.numel() * layer.weight.element_size()
-    if _sharded(layer.weight) or held < n * k or tuple(_state_4bit(layer).shape) != (n, k):
-        return "the base weight is sharded or was quantised transposed"
-    return None
-
-
-def _sharded(weight: Any) -> bool:
-    """By FSDP2 or ZeRO-3, and not gathered."""
-    return hasattr(weight, "placements") or hasattr(weight, "ds_id")
 
 
 # bitsandbytes, 8 bits
@@ -287,7 +228,7 @@ def _obstacle_8bit(layer: Any) -> str | None:
         return "the base weight is quantised anew at every call (has_fp16_weights)"
     if integers.dtype != torch.int8:
         return "the base weight is not quantised yet: move the model to its device first"
-    if _sharded(layer.weight) or tuple(integers.shape) != (layer.out_features, layer.in_features):
+    if sharded(layer.weight) or tuple(integers.shape) != (layer.out_features, layer.in_features):
         return "the base weight is sharded"
     if scale is None:
         return (
@@ -358,12 +299,12 @@ def _kind(**parts: Any) -> Kind:
 
 _4BIT = _kind(
     name="Linear4bit",
-    weight=_weight_4bit,
-    dtypes=_dtypes_4bit,
-    stored=_stored_4bit,
-    norm_dtype=lambda layer: layer.compute_dtype or _state_4bit(layer).dtype,
-    multiplies_stored=_own_4bit,
-    obstacle=_obstacle_4bit,
+    weight=weight_4bit,
+    dtypes=dtypes_4bit,
+    stored=stored_4bit,
+    norm_dtype=lambda layer: layer.compute_dtype or state_4bit(layer).dtype,
+    multiplies_stored=own_4bit,
+    obstacle=obstacle_4bit,
 )
 _8BIT = _kind(
     name="Linear8bitLt",

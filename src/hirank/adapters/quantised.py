@@ -8,13 +8,16 @@ base output is overwritten by the layer's, nothing out-sized is saved but y (for
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
 from torch.nn import functional as F
 
 from hirank.adapters.dequantise import Packed
+from hirank.adapters.groups import version
 from hirank.adapters.quantised_norms import QuantisedNorms
 from hirank.kernels.dora_compose import dora_compose
 from hirank.kernels.dora_linear import (
@@ -49,6 +52,42 @@ class QuantisedAdapter(NamedTuple):
         return self.norms.norm(packed, self.lora_A, self.lora_B, self.scale)
 
 
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    kind = x.device.type  # the meta device knows no autocast
+    return torch.autocast(kind, enabled=False) if is_autocast_available(kind) else nullcontext()
+
+
+class _Base:
+    """The weight for a backward pass: made again then, from what was stored in the forward pass."""
+
+    __slots__ = ("_dtype", "_kind", "_layer", "_marks")
+
+    def __init__(self, packed: Packed) -> None:
+        self._layer, self._kind, self._dtype = packed.layer, packed.kind, packed.dtype
+        self._marks = self._scales()
+
+    def _scales(self) -> list[tuple[Tensor, int]]:
+        """What is new when a weight is quantised anew. Not the weight: FSDP gathers it again."""
+        _, *scales = self._kind.stored(self._layer)
+        kept = [t for t in scales if not isinstance(t, torch.nn.Parameter)]
+        return [(tensor, version(tensor)) for tensor in kept]
+
+    def weight(self) -> Tensor:
+        """[N, K] in the dtype in which the forward pass computed."""
+        now = self._scales()
+        if len(now) != len(self._marks) or not all(
+            a is b and at == then for (a, at), (b, then) in zip(now, self._marks, strict=True)
+        ):
+            raise RuntimeError(
+                "The quantised weight of an adapted layer was replaced or modified by an inplace "
+                "operation between its forward and its backward pass: merge, unmerge or load "
+                "after backward."
+            )
+        with torch.no_grad():
+            weight: Tensor = self._kind.weight(self._layer, self._dtype)
+        return weight
+
+
 class _OwnedQuantised(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -69,21 +108,21 @@ class _OwnedQuantised(torch.autograd.Function):
         nothing = x.new_empty(0)  # the weight is made again in the backward pass
         ctx.weights = Weights(lora_A, lora_B, magnitude, bias, nothing, norm)
         ctx.versions = ctx.weights.versions()
-        ctx.base = packed.layer, packed.kind, packed.dtype
+        ctx.base = _Base(packed)
         ctx.scale, ctx.gain_pass = scale, gain_pass
         return y
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
         x, h, y = activations(ctx)
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x):
             grads = _backward(ctx, dys[0], x, h, y)
         return *grads, None, None, None, None
 
 
 def _backward(ctx: Any, dy: Tensor, x: Tensor, h: Tensor, y: Tensor | None) -> Sequence[Any]:
     needs = ctx.needs_input_grad[:5]
-    weights: Weights = ctx.weights._replace(weight=_dequantised(ctx))
+    weights: Weights = ctx.weights._replace(weight=ctx.base.weight())
     if torch.is_grad_enabled():  # double backward
         return differentiable_grads(weights, needs, ctx.scale, x, dy)
     dx, *grads = dora_linear_bwd_ref(
@@ -93,13 +132,6 @@ def _backward(ctx: Any, dy: Tensor, x: Tensor, h: Tensor, y: Tensor | None) -> S
         needs=needs, gain_pass=ctx.gain_pass,
     )  # fmt: skip
     return None if dx is None else dx.view(x.shape), *grads
-
-
-def _dequantised(ctx: Any) -> Tensor:
-    layer, kind, dtype = ctx.base
-    with torch.no_grad():
-        weight: Tensor = kind.weight(layer, dtype)
-    return weight
 
 
 def _forward(
@@ -129,7 +161,7 @@ def owned_quantised(
     """The layer with one adapter: x [..., K] to [..., N] in the dtype of the layer's own output."""
     A, B, magnitude, scale, *_ = adapter
     norm, bias = adapter.norm(packed), packed.bias
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x):
         x = x.to(packed.dtype)
         bias = None if bias is None else bias.to(packed.dtype)
         gain_pass = gain_pass_for(backend, x, B.shape[0])
@@ -146,14 +178,15 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:
-        ctx.base = packed.layer, packed.kind, packed.dtype
-        return packed.output(x)
+        y = packed.output(x)
+        ctx.base = _Base(packed)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
         need_x, need_bias, _ = ctx.needs_input_grad
-        with torch.autocast(dys[0].device.type, enabled=False):
-            dx = dys[0] @ _dequantised(ctx) if need_x else None
+        with _without_autocast(dys[0]):
+            dx = dys[0] @ ctx.base.weight() if need_x else None
         return dx, dys[0].sum(0) if need_bias else None, None
 
 
@@ -166,7 +199,7 @@ def composed_quantised(
     is made once for all of them, in the forward and in the backward pass.
     """
     norms = [adapter.norm(packed) for adapter in adapters]
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x):
         bias = None if packed.bias is None else packed.bias.to(packed.dtype)
         rows = x.reshape(-1, x.shape[-1]).to(packed.dtype)
         inputs = [_dropped(rows, adapter) for adapter in adapters]

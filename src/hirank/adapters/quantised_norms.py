@@ -9,7 +9,8 @@ bit: m taken from it gives g = 1 exactly.
 How a change is noticed. A and B are compared by value, the stored weight by address, version and
 a sample, as in `adapters/gain`: on a CPU at every call; on a GPU for all layers of a model at once
 when a pass through it begins, so that the host waits once a pass. A layer that runs again inside a
-backward pass (checkpointing) uses the norm of its forward.
+backward pass (checkpointing) is not looked at again on a GPU, unless something was computed or
+compared since its forward.
 """
 
 import threading
@@ -51,6 +52,7 @@ class Watch:
     def __init__(self) -> None:
         self._caches: weakref.WeakSet[QuantisedNorms] = weakref.WeakSet()
         self._lock = threading.RLock()
+        self._count = self._trained = 0  # looks so far, and at the last call with gradients
         self._seen: dict[int, set[int]] = {}  # by thread: who came by in this pass
         self._held: dict[int, _Value] = {}  # by cache: the value found to be true
 
@@ -69,23 +71,31 @@ class Watch:
         with self._lock:
             self._seen.clear()
 
-    def vouches(self, cache: "QuantisedNorms", value: _Value) -> bool:
+    def vouches(self, cache: "QuantisedNorms", value: _Value, training: bool) -> bool:
         """Whether this value was found to be true when the pass began, or computed since."""
         with self._lock:
             seen = self._seen.setdefault(threading.get_ident(), set())
-            if id(cache) in seen or not seen:
+            if in_backward():
+                if self._count != self._trained:
+                    self._compare()
+            elif id(cache) in seen or not seen:
                 seen.clear()
                 self._compare()
-            seen.add(id(cache))
+            if not in_backward():
+                seen.add(id(cache))
+            self._trained = self._count if training else self._trained
             return self._held.get(id(cache)) is value
 
-    def computed(self, cache: "QuantisedNorms", value: _Value) -> None:
+    def computed(self, cache: "QuantisedNorms", value: _Value, training: bool) -> None:
         """A value is new, and so true until the next pass."""
         with self._lock:
             self._seen.setdefault(threading.get_ident(), set()).add(id(cache))
             self._held[id(cache)] = value
+            self._count += 1
+            self._trained = self._count if training else self._trained
 
     def _compare(self) -> None:
+        self._count += 1
         found = [(c, v) for c in list(self._caches) for v in c.values() if _alive(v)]
         self._held = {}
         for device in {value.prints.device for _, value in found}:
@@ -138,15 +148,18 @@ class QuantisedNorms:
             return self._square_sum(packed).sqrt()
 
     def norm(self, packed: Packed, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
-        """||W + s B A|| per row, [N] fp32, for A and B as cast to the compute dtype."""
-        value = self._values.get(packed.dtype)
-        if value is not None and in_backward():
-            return value.norm
+        """||W + s B A|| per row, [N] fp32, for A and B as cast to the compute dtype.
+
+        On the meta device nothing is computed: the result is an empty meta tensor.
+        """
+        if lora_A.is_meta:
+            return torch.empty(lora_B.shape[0], device="meta")
+        training = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
             A, B = lora_A.detach(), lora_B.detach()
             if A.is_cuda and capturing():
                 return _in_capture(packed, A, B, scale)
-            return self._checked(packed, A, B, scale, value, (lora_A, lora_B))
+            return self._checked(packed, A, B, scale, (lora_A, lora_B), training)
 
     def _checked(
         self,
@@ -154,14 +167,15 @@ class QuantisedNorms:
         A: Tensor,
         B: Tensor,
         scale: float,
-        value: _Value | None,
         owners: tuple[Tensor, Tensor],
+        training: bool,
     ) -> Tensor:
+        value = self._values.get(packed.dtype)
         stored = packed.kind.stored(packed.layer)
         mark = (packed.kind, scale, *(_mark(t) for t in (*owners, *stored)))
         together = not _one_by_one(A)
         if value is not None and value.mark == mark:
-            if together and self.watch.vouches(self, value):
+            if together and self.watch.vouches(self, value, training):
                 return value.norm
             if not together and torch.equal(_prints(A, B, stored), value.prints):
                 return value.norm
@@ -170,7 +184,7 @@ class QuantisedNorms:
         refs = (weakref.ref(owners[0]), weakref.ref(owners[1]), weakref.ref(packed.layer))
         value = self._values[packed.dtype] = _Value(norm, mark, prints, refs)
         self.computed += 1
-        self.watch.computed(self, value)
+        self.watch.computed(self, value, training)
         return norm
 
     def _square_sum(self, packed: Packed) -> Tensor:

@@ -84,6 +84,8 @@ def gain_backward_ref(
     need_dm: bool,
 ) -> tuple[Tensor, Tensor]:
     """t [M, N] and dm [N] (empty if not needed). `y` None: v is computed again for all columns."""
+    if dy.is_meta:  # which columns need a second look is a matter of values
+        return torch.empty_like(dy), torch.empty_like(magnitude)
     gain = dora_gain(magnitude, norm)
     if not need_dm:
         return (dy * gain).to(dy.dtype), gain.new_empty(0)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import layer as peft_lora
-from torch import Tensor
 
 from hirank.adapters.peft.converted import Converted, fresh_norm
+from hirank.adapters.peft.quantised import QuantisedLayer, base_norm_of
 from hirank.errors import HirankError
 
 __all__ = ["combine"]
@@ -80,11 +80,13 @@ def _check(
             "magnitudes belong to a weighted sum: use 'cat' or 'svd'."
         )
     for where, layer in model.named_modules():
-        if isinstance(layer, peft_lora.LoraLayer) and not isinstance(layer, Converted):
+        ours = isinstance(layer, (Converted, QuantisedLayer))
+        if isinstance(layer, peft_lora.LoraLayer) and not ours:
             if any(adapter in layer.lora_magnitude_vector for adapter in adapters):
                 raise HirankError(
-                    f"add_weighted_adapter got DoRA adapters on {where}, which hirank does not "
-                    "compute: merge the adapters instead."
+                    f"add_weighted_adapter got DoRA adapters on {where}, a "
+                    f"{type(layer).__name__} that hirank has not converted: call "
+                    "hirank.accelerate first, or keep the adapters apart and activate both."
                 )
 
 
@@ -93,7 +95,9 @@ def _combine_magnitudes(
     layer: Any, adapters: Sequence[str], weights: Sequence[float], name: str
 ) -> None:
     holder = layer.lora_magnitude_vector[name].weight
-    norm: Tensor = fresh_norm(layer, name).view_as(holder)
+    quantised = isinstance(layer, QuantisedLayer)
+    norm = base_norm_of(layer, name) if quantised else fresh_norm(layer, name)
+    norm = norm.to(holder.device).view_as(holder)
     made = norm.clone()
     for adapter, weight in zip(adapters, weights, strict=True):
         if adapter in layer.lora_magnitude_vector:

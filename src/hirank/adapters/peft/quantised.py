@@ -1,15 +1,15 @@
 """The converted layers over quantised bases: PEFT's classes with hirank's forward.
 
 PEFT has one class for each library. Each gets a subclass here, made when first needed, so that no
-library is imported that the model does not use. Merging and unmerging stay PEFT's: they quantise
-again, which loses more than how it is done.
+library is imported that the model does not use. Merging stays PEFT's: it quantises again, which
+loses more than how it is done.
 """
 
 import functools
 import importlib
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora import layer as peft_lora
@@ -17,6 +17,7 @@ from peft.tuners.lora import variants as peft_variants
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from hirank.adapters.dequantise import Packed, is_registered, kind_of
 from hirank.adapters.explain import Route
@@ -24,6 +25,7 @@ from hirank.adapters.groups import Family
 from hirank.adapters.mixed import Run
 from hirank.adapters.peft.mixed import MixedBatches
 from hirank.adapters.peft.options import Options
+from hirank.adapters.peft.quantised_merge import Stored, keep, lay_back, put_back, renew_bias
 from hirank.adapters.peft.quantised_route import (
     check_quantised,
     fault_of_quantised,
@@ -37,7 +39,7 @@ from hirank.adapters.quantised_norms import QuantisedNorms, Watch
 from hirank.errors import HirankError
 
 __all__ = ["QuantisedLayer", "RegisteredLinear", "convert_quantised", "dispatching", "fast_class"]
-__all__ += ["may_init", "quantised_init", "restore_quantised"]
+__all__ += ["base_norm_of", "may_init", "quantised_init", "restore_quantised"]
 
 _STOCK = {
     "FastLinear4bit": ("peft.tuners.lora.bnb", "Linear4bit"),
@@ -52,15 +54,16 @@ class QuantisedLayer(MixedBatches):
 
     _hirank_norms: dict[str, QuantisedNorms]
     _hirank_watch: Watch  # the norms of all such layers of its model
+    _hirank_stored: Stored | None  # the base while adapters are merged into it
     _hirank_options: Options
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:  # adapter_names, aLoRA offsets, or a base layer with more arguments
             return self._by_peft(x, *args, **kwargs)
         found = route(self)
-        if found.tier == "peft" or (torch.compiler.is_compiling() and not _has_dora(self)):
-            return self._by_peft(x)
         try:
+            if found.tier == "peft" or (torch.compiler.is_compiling() and not _has_dora(self)):
+                return self._by_peft(x)
             y: Tensor = _outside_graphs(self, x, found)
             return y
         except (ValueError, RuntimeError, IndexError) as error:
@@ -91,6 +94,25 @@ class QuantisedLayer(MixedBatches):
 
         return run
 
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """As PEFT's; `unmerge` is then exact."""
+        layer: Any = self
+        lay_back(layer.base_layer)
+        stored = self._hirank_stored if layer.merged else keep(layer)
+        super().merge(safe_merge=safe_merge, adapter_names=adapter_names)  # type: ignore[misc]
+        if stored is not None and layer.merged:
+            renew_bias(layer, stored)
+            self._hirank_stored = stored
+
+    def unmerge(self) -> None:
+        """Puts back the very weight that was stored before (kept meanwhile)."""
+        if self._hirank_stored is None:  # merged before the layer was converted
+            lay_back(cast(Any, self).base_layer)
+            super().unmerge()  # type: ignore[misc]
+            return
+        put_back(self, self._hirank_stored)
+        self._hirank_stored = None
+
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)  # type: ignore[misc]
         self._hirank_norms.pop(adapter_name, None)
@@ -112,6 +134,7 @@ class RegisteredLinear(QuantisedLayer, peft_lora.Linear):
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, **kwargs: Any) -> None:
         self.__dict__.update(_hirank_norms={}, _hirank_watch=Watch(), _hirank_options=Options())
+        self.__dict__["_hirank_stored"] = None
         super().__init__(base_layer, adapter_name, **kwargs)
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
@@ -157,7 +180,7 @@ class _TorchaoLayer(QuantisedLayer):
                 f"{self._hirank_options.name} has a torchao weight, into which PEFT merges DoRA "
                 "without its magnitude: merge into the model that was quantised instead."
             )
-        super().merge(safe_merge=safe_merge, adapter_names=adapter_names)  # type: ignore[misc]
+        super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
 
 
 def _has_dora(layer: Any) -> bool:
@@ -227,7 +250,7 @@ def convert_quantised(
     if found is None and not isinstance(layer, QuantisedLayer):
         return False
     if found is not None:
-        layer.__class__, layer._hirank_norms = found, {}
+        layer.__class__, layer._hirank_norms, layer._hirank_stored = found, {}, None
         _mend(layer.base_layer)
     layer._hirank_watch = _watches.setdefault(family, Watch())
     if found is not None or again or isinstance(layer, RegisteredLinear):
@@ -266,13 +289,19 @@ def _fresh_magnitude(where: str, layer: Any, name: str) -> None:
         magnitude.data = magnitude.data.float()
     if B.any():
         return
-    norm = layer.norms_of(name).base_norm(_packed(layer))
+    norm = base_norm_of(layer, name)
     if not torch.isfinite(norm).all():
         raise HirankError(
             f"{where} has NaN or infinity in its base weight: load the base model again."
         )
     if torch.allclose(magnitude.detach().to(norm), norm, rtol=_SLACK, atol=1e-12):
         magnitude.data = norm.to(device=magnitude.device, dtype=magnitude.dtype)
+
+
+def base_norm_of(layer: Any, name: str) -> Tensor:
+    """||W|| of a converted layer per row, [N] fp32, kept with the norms of this adapter."""
+    norms: QuantisedNorms = layer.norms_of(name)
+    return norms.base_norm(_packed(layer))
 
 
 _SLACK = 2.0**-7  # what rounding to bf16 may have moved m by
@@ -317,7 +346,7 @@ def dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(lora_config, adapter_name, target, **kwargs)
         except (ValueError, NotImplementedError) as error:
-            if "does not support DoRA" not in str(error) and "not supported" not in str(error):
+            if not _refuses_the_class(base, str(error)):
                 raise
             kind = f"{type(base).__module__}.{type(base).__qualname__}"
             raise HirankError(
@@ -326,6 +355,12 @@ def dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return create
+
+
+def _refuses_the_class(base: nn.Module, said: str) -> bool:
+    """Whether PEFT would adapt `base` if it knew its class better, rather than with less asked."""
+    plain = type(base).__module__.startswith("torch.nn.") or type(base) is Conv1D
+    return not plain and ("does not support DoRA" in said or "is not supported" in said)
 
 
 def restore_quantised(layer: Any) -> bool:

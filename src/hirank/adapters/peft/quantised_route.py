@@ -151,6 +151,13 @@ def fault_of_quantised(layer: Any, x: Any) -> HirankError | None:
     if not isinstance(x, Tensor):
         return None
     name, device = layer._hirank_options.name, device_of(layer)
+    places = sorted({str(t.device) for t in known_kind(layer).stored(layer.base_layer)})
+    if len(places) > 1:
+        return HirankError(
+            f"{name} has its quantised weight on {' and '.join(places)} at once, as a move of the "
+            f"model leaves a {type(layer.base_layer).__name__}: load the base model where it is to "
+            "run."
+        )
     if x.device != device:
         return HirankError(
             f"{name} got x on {x.device} and has its weight on {device}: move one of them."
