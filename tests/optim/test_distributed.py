@@ -169,7 +169,7 @@ def sharded_run(rank: int, cls: type, options: dict, hooked: bool, clip: float |
             for name in ("exp_avg", "exp_avg_sq")
         ]
     )
-    assert engine is None or engine.calls == 7 * 6
+    assert engine is None or engine.calls == 7 * 4  # three matrices, and three biases together
     assert optimizer.cost() == optimizer.state_bytes()
     return made
 
@@ -187,6 +187,7 @@ SHARDED = {
     "fsdp2": (GaLoreAdamW, {"weight_decay": 0.1}, False, None),
     "fsdp2-hooked": (GaLoreAdamW, {}, True, None),
     "fsdp2-two-sided-clipped": (GaLoreAdamW, {"sides": "two"}, True, 0.05),
+    "fsdp2-all-but-int8-weights": (QGaLoreAdamW, {"weights": "keep"}, True, None),
     "fsdp2-fira": (Fira, {}, True, None),
     "fsdp2-apollo-clipped": (Apollo, {}, True, 0.05),
 }
@@ -234,6 +235,20 @@ def test_fsdp2_needs_no_process_group(results):
     assert results("refusing") == [True, True]
 
 
+def int8_refused(rank: int):
+    model = odd_mlp()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(HirankError) as caught:
+        QGaLoreAdamW(model, rank=4)
+    return str(caught.value)
+
+
+def test_int8_weights_cannot_be_sharded_and_the_reason_is_said(results):
+    for said in results("int8-refused"):
+        assert said.startswith("0.weight is sharded by FSDP2") and "weights='keep'" in said
+        assert said.count(".") == 2 and said.endswith(".")  # one sentence, and a name with a dot
+
+
 SCENARIOS = {
     **{name: (hooked_run, *args) for name, args in HOOKED.items()},
     **{name: (ddp_run, *args) for name, args in DDP.items()},
@@ -243,4 +258,5 @@ SCENARIOS = {
     "bytes-ddp": (bytes_reduced, True),
     "poisoned": (poisoned_run,),
     "refusing": (refusing_run,),
+    "int8-refused": (int8_refused,),
 }

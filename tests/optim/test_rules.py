@@ -21,7 +21,7 @@ SHAPES = [(12, 20), (20, 12), (16, 16)]
     + [((12, 20), "left"), ((20, 12), "right"), ((16, 16), "two")],
     ids=str,
 )
-def test_identity_basis_of_full_rank_is_adamw(shape: tuple[int, int], sides: str):
+def test_gb6_identity_basis_of_full_rank_is_adamw(shape: tuple[int, int], sides: str):
     ours, theirs = parameter(*shape), parameter(*shape)
     options = {"rank": min(shape), "scale": 1.0, "basis": "identity", "sides": sides, "gap": 4}
     a = run(GaLoreAdamW([ours], **options, **HP), ours, grads(12, *shape))
@@ -266,11 +266,10 @@ def test_g11_every_side_steps_over_a_refresh(shape, rank, kind):
 def test_g23_a_projected_layer_moves_in_place():
     w = parameter(16, 24)
     before, place = w.detach().clone(), w.data_ptr()
-    run(GaLoreAdamW([w], rank=4, lr=0.1, scale=1.0), w, grads(5, 16, 24))
+    run(GaLoreAdamW([w], rank=8, lr=0.1, scale=1.0), w, grads(5, 16, 24))
     plain = parameter(16, 24)
     run(torch.optim.AdamW([plain], lr=0.1, weight_decay=0), plain, grads(5, 16, 24))
-    # rank 4 of 16 directions: half the length of a full update
-    assert (w - before).norm() > 0.4 * (plain - before).norm() and w.data_ptr() == place
+    assert (w - before).norm() > 0.5 * (plain - before).norm() and w.data_ptr() == place
 
 
 def test_gradients_of_zero_keep_the_basis():

@@ -1,9 +1,10 @@
 """Stepping while backward runs, so that the gradients of a model never all exist at once.
 
 A post-accumulate hook takes each gradient as soon as it is complete. A window is the backward
-passes of one step, `micro_batches` of them; the last one of a window steps a parameter at once, and
-`optimizer.step()` (or the end of `window()`) closes the window. A gradient that comes after its
-parameter's step and before the window is closed is an error.
+passes of one step, `micro_batches` of them; the last one of a window steps a parameter at once
+(small plain ones, norms and biases, together when the window is closed), and `optimizer.step()`
+(or the end of `window()`) closes the window. A gradient that comes after its parameter's step and
+before the window is closed is an error.
 
     engine = optimizer.step_in_backward(micro_batches=4)
     for batch in four:
@@ -41,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hirank.errors import HirankError
-from hirank.optim import bases, rules, sharded
+from hirank.optim import bases, rules, sharded, small
 from hirank.optim.hyper import Hyper
 from hirank.optim.optimizer import LowRankAdamW
 
@@ -61,7 +62,7 @@ class StepInBackward:
 
     Attributes:
         loss_scale: what the loss was multiplied by (fp16); gradients are divided by it.
-        calls: how many parameters have been stepped.
+        calls: how many steps have been taken; small plain parameters share one.
     """
 
     def __init__(
@@ -177,7 +178,8 @@ class StepInBackward:
                 _average(state[key], self.process_group)
         self._done.add(p)
         if self.clip is None:
-            self._step(p, state, hyper)
+            if not small.is_small(p, hyper):  # those wait for each other
+                self._step(p, state, hyper)
         elif _DENSE in state and rules.is_projected(p, hyper) and not rules.needs_dense(hyper):
             reduced = rules.reduce_gradient(p, state[_DENSE], state, hyper)
             if reduced is not None:
@@ -187,38 +189,62 @@ class StepInBackward:
     def _step(
         self, p: Tensor, state: dict[str, Any], hyper: Hyper, factor: Tensor | None = None
     ) -> None:
-        state.pop(_COUNT)
-        reduced, dense = state.pop(_REDUCED, None), state.pop(_DENSE, None)
-        if factor is not None:
-            for part in (reduced, dense):
-                if part is not None:
-                    sharded.local(part).mul_(factor.to(part.device))
+        reduced, dense = self._taken(state, factor)
         grad = dense if dense is not None else reduced
+        assert grad is not None
         self.optimizer.step_parameter(p, grad, hyper, reduced=reduced)
         self.calls += 1
+
+    def _taken(
+        self, state: dict[str, Any], factor: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What waited, projected or in full, times `factor`; it does not wait any more."""
+        state.pop(_COUNT)
+        parts = state.pop(_REDUCED, None), state.pop(_DENSE, None)
+        for part in parts:
+            if part is not None and factor is not None:
+                sharded.local(part).mul_(factor.to(part.device))
+        return parts
 
     # The window ends.
 
     @torch.no_grad()
     def close(self) -> None:
         """Step what still waits, and count what was skipped. `optimizer.step()` calls this."""
-        waiting = [p for p in self._params if _COUNT in self.optimizer.state[p]]
-        for p in waiting:
+        for p in self._waiting():
             if p not in self._done:  # fewer passes than expected: an expert, an epoch's last window
                 self._complete(p, self.optimizer.state[p], self.optimizer.hyper_of(p))
-        if self.clip is not None and waiting:
-            self._step_clipped(waiting, self.clip)
+        waiting = self._waiting()
+        if waiting:
+            self._step_waiting(waiting, self._factor(waiting))
         self._done.clear()
         self.optimizer.settle()
 
-    def _step_clipped(self, waiting: list[Tensor], clip: float) -> None:
+    def _waiting(self) -> list[Tensor]:
+        return [p for p in self._params if _COUNT in self.optimizer.state[p]]
+
+    def _step_waiting(self, waiting: list[Tensor], factor: Tensor | None) -> None:
+        together = []
+        for p in waiting:
+            state, hyper = self.optimizer.state[p], self.optimizer.hyper_of(p)
+            if small.is_small(p, hyper):
+                _, dense = self._taken(state, factor)
+                assert dense is not None
+                together.append((p, dense))
+            else:
+                self._step(p, state, hyper, factor)
+        self.calls += self.optimizer.step_small(together)
+
+    def _factor(self, waiting: list[Tensor]) -> Tensor | None:
+        """What clipping multiplies gradients by."""
+        if self.clip is None:
+            return None
         states = [self.optimizer.state[p] for p in waiting]
         held: list[Tensor] = [state.get(_REDUCED, state.get(_DENSE)) for state in states]
         norms = [_norm(part) for part in held]
         total = torch.stack([norm.to(norms[0].device) for norm in norms]).norm()
-        factor = (clip / (total + 1e-6)).clamp(max=1.0)
-        for p, state in zip(waiting, states, strict=True):
-            self._step(p, state, self.optimizer.hyper_of(p), factor)
+        factor: Tensor = (self.clip / (total + 1e-6)).clamp(max=1.0)
+        return factor
 
     def waiting_bytes(self) -> int:
         """Bytes of the gradients that wait now, projected or in full."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hirank.errors import HirankError
-from hirank.optim import rules, sharded
+from hirank.optim import rules, sharded, small
+from hirank.optim import state as moments
 from hirank.optim.groups import groups_of, refuse, report_rank
 from hirank.optim.hyper import Hyper, hyper_of, read_options
 from hirank.optim.state import stored_bytes
@@ -61,6 +62,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         self._group: dict[Tensor, dict[str, Any]] = {}
         self._pending: list[Stepped] = []
         self._engine: StepInBackward | None = None
+        self._moved = False
         super().__init__(groups_of(params, hyper), {**asdict(hyper), "skipped": 0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -81,6 +83,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         self._group = {p: group for group in self.param_groups for p in group["params"]}
         self._index = {p: i for i, p in enumerate(self._group)}
         self._pending = []
+        self._moved = getattr(self, "_moved", False)
         self._engine = getattr(self, "_engine", None)  # a copy has none, a loaded one keeps its own
 
     # Steps.
@@ -94,20 +97,38 @@ class LowRankAdamW(torch.optim.Optimizer):
                 loss = closure()
         if self._engine is not None:
             self._engine.close()
+        together = []
         for group in self.param_groups:
             hyper = hyper_of(group)
             for p in group["params"]:
-                if p.grad is not None:
+                if p.grad is None:
+                    continue
+                if small.is_small(p, hyper):
+                    together.append((p, p.grad))
+                else:
                     self.step_parameter(p, p.grad, hyper)
+        self.step_small(together)
+        self._notice_idleness()
         self.settle()
         return loss
+
+    def _notice_idleness(self) -> None:
+        """Say once that nothing was stepped: as a rule the model has other parameters by now."""
+        if self._pending or self._moved:
+            self._moved = True
+        elif self._engine is None or not self._engine.calls:
+            self._moved = True
+            log.warning(
+                "no parameter of the optimiser has a gradient; build it after the model is sharded "
+                "(fully_shard), moved or converted, as that gives a model other parameters"
+            )
 
     def step_parameter(
         self, p: Tensor, grad: Tensor, hyper: Hyper, *, reduced: Tensor | None = None
     ) -> None:
         """Step one parameter, from R if that is known; `settle` comes later."""
         state = self.state_of(p)
-        before: dict[str, int] = {key: state[key] for key in ("step", "age") if key in state}
+        before = _counters(state)
         if not rules.is_projected(p, hyper):
             ok = rules.adamw_step(p, grad, state, hyper)
         elif reduced is not None:
@@ -115,6 +136,18 @@ class LowRankAdamW(torch.optim.Optimizer):
         else:
             ok = rules.galore_adam_step(p, grad, state, hyper)
         self._pending.append(Stepped(p, ok, before))
+
+    def step_small(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> int:
+        """Step small plain parameters by their gradients, together where they can be; in how many
+        steps that was done. `settle` comes later."""
+        members = [(p, grad, self.state_of(p), self.hyper_of(p)) for p, grad in pairs]
+        made = small.batches(members)
+        for batch in made:
+            before = [_counters(state) for _, _, state, _ in batch]
+            oks = small.step_together(batch).unbind()
+            for (p, *_), ok, counters in zip(batch, oks, before, strict=True):
+                self._pending.append(Stepped(p, ok, counters))
+        return len(made)
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
         """A parameter's state, with its number in it."""
@@ -193,20 +226,53 @@ class LowRankAdamW(torch.optim.Optimizer):
                 total += rules.cost(tuple(shape), hyper, 8 if p.dtype == torch.float64 else 4)
         return total
 
+    def adamw_8bit_cost(self) -> int:
+        """Bytes of state that 8-bit AdamW would take for the same parameters: what to be below."""
+        every = (sharded.local(p).numel() for group in self.param_groups for p in group["params"])
+        return sum(moments.cost(n, Hyper(state="int8")) for n in every)
+
+    def gradient_cost(self, *, in_backward: bool = False) -> int:
+        """Bytes of the gradients that exist at once, with one micro-batch a step.
+
+        All of them, as projecting does not make them smaller; stepping in backward the largest one
+        and those of small plain parameters, which wait for each other.
+        """
+        every = [(p, hyper_of(group)) for group in self.param_groups for p in group["params"]]
+        if not in_backward:
+            return sum(_gradient_bytes(p) for p, _ in every)
+        waiting = sum(_gradient_bytes(p) for p, hyper in every if small.is_small(p, hyper))
+        alone = (_gradient_bytes(p) for p, hyper in every if not small.is_small(p, hyper))
+        return waiting + max(alone, default=0)
+
     def projected(self) -> list[Tensor]:
         """The parameters whose gradients are projected."""
         groups = ((hyper_of(group), group["params"]) for group in self.param_groups)
         return [p for hyper, params in groups for p in params if rules.is_projected(p, hyper)]
 
     def describe(self) -> str:
-        """One line for a log: the class, how many parameters are projected, how, and the bytes."""
+        """One line for a log: the class, how many parameters are projected, how, and the bytes; and
+        that 8-bit AdamW would not need more, if that is so."""
         count, total = len(self.projected()), len(self._index)
         hyper = next((hyper_of(g) for g in self.param_groups if g["rank"] is not None), None)
         how = f" at rank {hyper.rank}, scale {hyper.scale:g}, gap {hyper.gap}" if hyper else ""
         return (
             f"{type(self).__name__}: {count} projected parameters{how}; "
-            f"{total - count} with plain AdamW; {self.cost():,} bytes of state"
+            f"{total - count} with plain AdamW; {self.cost():,} bytes of state{self._no_gain()}"
         )
+
+    def _no_gain(self) -> str:
+        rival = self.adamw_8bit_cost()
+        if self.cost() < rival:
+            return ""
+        return f", not below 8-bit AdamW's {rival:,}; a smaller rank or state='int8' takes less"
+
+
+def _gradient_bytes(p: Tensor) -> int:
+    return sharded.local(p).numel() * p.element_size() if p.requires_grad else 0
+
+
+def _counters(state: Mapping[str, Any]) -> dict[str, int]:
+    return {key: state[key] for key in ("step", "age") if key in state}
 
 
 def _copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

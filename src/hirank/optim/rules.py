@@ -44,9 +44,12 @@ __all__ = [
     "cost",
     "finite",
     "galore_adam_step",
+    "generators",
     "is_projected",
+    "kept",
     "needs_dense",
     "reduce_gradient",
+    "start",
 ]
 
 State = dict[str, Any]
@@ -80,12 +83,12 @@ def finite(grad: Tensor) -> Tensor:
 def adamw_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tensor:
     """One AdamW step of any tensor, in place. Returns whether the gradient was finite."""
     mine, flat = sharded.local(p), sharded.local(grad).reshape(-1)
-    _start(state, mine.shape, mine, hyper)
+    start(state, mine.shape, mine, hyper)
     ok = sharded.everywhere(finite(flat), p)
     wide = torch.promote_types(p.dtype, torch.float32)
-    rolls, round_w = _generators(p, state, hyper)
+    rolls, round_w = generators(p, state, hyper)
     state["step"], state["age"] = state["step"] + 1, state["age"] + 1
-    keep = _kept(ok, hyper, wide)
+    keep = kept(ok, hyper, wide)
     with _contiguous(mine) as target:
         for span in moments.spans(mine.numel()):
             direction = adam_direction(flat[span].to(wide), state, hyper, span, ok, rolls)
@@ -135,7 +138,7 @@ def reduce_gradient(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tens
         peak = float(torch.linalg.vector_norm(matrix, math.inf))
         if not math.isfinite(peak):
             return None
-        _start(state, where.reduced, p, hyper)
+        start(state, where.reduced, p, hyper)
         if peak > 0 or not state["refreshes"]:  # a gradient of zeros says nothing of a basis
             carry.refresh(state, matrix, where, hyper)
     return sharded.project(bases.load(state, where, hyper, grad), grad, where)
@@ -147,7 +150,7 @@ def _layout(p: Tensor, hyper: Hyper) -> Layout:
     return bases.layout(shape, hyper)
 
 
-def _start(state: State, shape: tuple[int, ...], like: Tensor, hyper: Hyper) -> None:
+def start(state: State, shape: tuple[int, ...], like: Tensor, hyper: Hyper) -> None:
     """Numbers and moments of a parameter that has none yet."""
     if "age" in state:
         return
@@ -161,7 +164,7 @@ def _start(state: State, shape: tuple[int, ...], like: Tensor, hyper: Hyper) -> 
             state["limited_norm"] = torch.zeros((), device=like.device)
 
 
-def _generators(
+def generators(
     p: Tensor, state: State, hyper: Hyper
 ) -> tuple[torch.Generator, torch.Generator | None]:
     """For moments, and for weights if those are rounded stochastically."""
@@ -171,7 +174,7 @@ def _generators(
     return dice(p.device, *numbers, MOMENTS), round_w
 
 
-def _kept(ok: Tensor, hyper: Hyper, wide: torch.dtype) -> Tensor | None:
+def kept(ok: Tensor, hyper: Hyper, wide: torch.dtype) -> Tensor | None:
     """What decoupled weight decay leaves of a weight; 1 for a step that is skipped."""
     if not hyper.weight_decay:
         return None
@@ -188,7 +191,7 @@ def apply_reduced(
     if grad is not None and needs_dense(hyper):
         dense = sharded.whole(grad).reshape(where.m, where.n)
     basis = bases.load(state, where, hyper, reduced)
-    draw, round_w = _generators(p, state, hyper)
+    draw, round_w = generators(p, state, hyper)
     state["step"], state["age"] = state["step"] + 1, state["age"] + 1
     direction = _direction(reduced, state, hyper, ok, draw)
     change = _change(reduced, direction, dense, basis, state, hyper, ok)
@@ -288,7 +291,7 @@ def _apply(
         a, b = (part.to(p.dtype) for part in change.product)
         p.view(-1, n).addmm_(a[rows], b, alpha=-step)
         return
-    keep = _kept(ok, hyper, torch.promote_types(p.dtype, torch.float32))
+    keep = kept(ok, hyper, torch.promote_types(p.dtype, torch.float32))
     for slab in _slabs(rows, n):
         span = slice((slab.start - rows.start) * n, (slab.stop - rows.start) * n)
         delta = _delta(change, slab, p.dtype).mul_(step)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hirank.errors import HirankError
 from hirank.kernels.blockquant import (
     BLOCK,
     affine_bytes,
@@ -25,6 +26,7 @@ from hirank.kernels.blockquant import (
     requantize_affine,
     round_to_bf16,
 )
+from hirank.optim import sharded
 
 __all__ = [
     "Int8Weight",
@@ -203,14 +205,28 @@ class _Int8Linear(torch.autograd.Function):
 
 
 def quantize_weights(model: nn.Module, names: Iterable[str]) -> int:
-    """Turn the named parameters (tied ones once) into Int8Weight in place; how many there were."""
+    """Turn the named parameters (tied ones once) into Int8Weight in place; how many there were.
+
+    Raises:
+        HirankError: one is sharded by FSDP2.
+    """
     wanted, made = set(names), dict[int, nn.Parameter]()
     for prefix, module in model.named_modules():
         for name, old in list(module._parameters.items()):
             if old is not None and _joined(prefix, name) in wanted:
+                _refuse_sharded(old, _joined(prefix, name))
                 new = made.setdefault(id(old), nn.Parameter(Int8Weight.of(old), old.requires_grad))
                 module._parameters[name] = new
     return len(made)
+
+
+def _refuse_sharded(p: Tensor, name: str) -> None:
+    if sharded.is_sharded(p):
+        raise HirankError(
+            f"{name} is sharded by FSDP2, which gathers weights in their own dtype and knows no "
+            "int8 blocks; use weights='keep' (moments and bases stay small), or "
+            "Q-GaLore in one process per whole model."
+        )
 
 
 def _joined(prefix: str, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from hirank.errors import HirankError
 from hirank.optim import hyper
 
-__all__ = ["ALIASES", "REFUSED", "translated"]
+__all__ = ["ALIASES", "OPTIMIZERS", "REFUSED", "translated"]
 
 ALIASES = {
     "model_name_or_path": "model.name",
@@ -81,22 +81,24 @@ REFUSED = {
 """Settings that are known elsewhere and cannot be had here, with the reason."""
 
 _SWITCHES = {"use_galore": "galore", "use_apollo": "apollo"}
-_OPTIMIZERS: dict[str, dict[str, Any]] = {
+OPTIMIZERS: dict[str, dict[str, Any]] = {
     "galore_adamw": {"name": "galore"},
     "galore_adamw_8bit": {"name": "galore", "state": "int8"},
     "apollo_adamw": {"name": "apollo"},
 }
-_OPTIMIZERS |= {
+OPTIMIZERS |= {
     f"{name}_layerwise": {**settings, "step_in_backward": True}
-    for name, settings in _OPTIMIZERS.items()
+    for name, settings in OPTIMIZERS.items()
 }
+"""What `optim: NAME` asks for, where Transformers' name is one of these."""
+
 _NAMED_BY = ("finetuning_type", "tuner_type")
 
 
 def translated(tree: dict[str, Any]) -> dict[str, Any]:
     """Settings with `use_galore: true`, `optim: galore_adamw` and apollo_scale in our words.
 
-    Raises HirankError for two methods at once.
+    Raises HirankError for two methods at once, or an optimiser that is not here.
     """
     tree = dict(tree)
     asked: dict[str, dict[str, Any]] = {}
@@ -104,9 +106,14 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
         if isinstance(tree.get(switch), bool) and tree.pop(switch):
             asked[switch] = {"name": name}
     optimizer = tree.get("optim")
-    if isinstance(optimizer, str) and optimizer in _OPTIMIZERS:
+    if isinstance(optimizer, str):
+        if optimizer not in OPTIMIZERS:
+            raise HirankError(
+                f"optim: {optimizer} names an optimiser that is not here; use one of "
+                f"{', '.join(OPTIMIZERS)}, or leave it out for AdamW."
+            )
         del tree["optim"]
-        asked[f"optim: {optimizer}"] = _OPTIMIZERS[optimizer]
+        asked[f"optim: {optimizer}"] = OPTIMIZERS[optimizer]
     if isinstance(tree.get("apollo_scale"), int | float) and tree["apollo_scale"] >= 0:
         tree["apollo_scale"] **= 0.5  # apollo_torch multiplies by its root
     return _with_method(tree, asked) if asked else tree
