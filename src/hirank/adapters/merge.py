@@ -6,15 +6,17 @@ The same recurrence as the forward's, so merged equals unmerged up to that one r
 block of rows at a time: the extra memory is one block of fp32, whatever the layer's size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hirank.kernels.dora_norm import CHUNK_BYTES, dora_gain, dora_norm
+from hirank.kernels.dora_norm import CHUNK_BYTES, dora_gain
 
-__all__ = ["Increment", "merge_into"]
+__all__ = ["Block", "Increment", "merge_into", "merged_blocks"]
+
+BUFFERS = 3  # of a block's size that are held at once
 
 
 class Increment(NamedTuple):
@@ -26,36 +28,59 @@ class Increment(NamedTuple):
     scale: float
 
 
-def _gain(weight: Tensor, part: Increment, acc: torch.dtype, chunk_bytes: int) -> Tensor | None:
-    if part.magnitude is None:
-        return None
-    A, B = part.lora_A.to(acc), part.lora_B.to(acc)
-    norm = dora_norm(weight, A, B, scale=part.scale, chunk_bytes=chunk_bytes)
-    return dora_gain(part.magnitude.detach(), norm)
+class Block(NamedTuple):
+    """Some rows of a weight and what they become, both as wide as it is accumulated."""
+
+    rows: slice
+    before: Tensor  # [rows, K]
+    after: Tensor  # [rows, K]
 
 
 @torch.no_grad()
+def merged_blocks(
+    weight: Tensor, parts: Sequence[Increment], *, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[Block]:
+    """The rows of `weight` [N, K] with `parts` applied in order, block by block, unrounded.
+
+    All matrix products run in fp32 (fp64 for fp64 weights). A block takes at most `chunk_bytes`,
+    at least one row. `weight` may be overwritten behind the block that was yielded.
+    """
+    acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    height = max(1, chunk_bytes // (BUFFERS * max(1, weight.shape[1]) * acc.itemsize))
+    factors = [(part.lora_A.to(acc), part.lora_B.to(acc)) for part in parts]
+    for start in range(0, weight.shape[0], height):
+        rows = slice(start, start + height)
+        before = weight[rows].to(acc, copy=True)
+        block = Block(rows, before, before.clone())
+        with torch.autocast(weight.device.type, enabled=False):
+            for number, part in enumerate(parts):
+                _fold(block, factors[number], part, first=number == 0)
+        yield block
+
+
+def _fold(block: Block, factors: tuple[Tensor, Tensor], part: Increment, first: bool) -> None:
+    """One adapter into `after`. The rows are whole, so their norm is taken from themselves."""
+    A, B = factors[0], factors[1][block.rows]
+    block.after.addmm_(B, A, alpha=part.scale)
+    if part.magnitude is None:
+        return
+    alone = block.after if first else torch.addmm(block.before, B, A, alpha=part.scale)
+    norm = torch.linalg.vector_norm(alone, dim=1)
+    gain = dora_gain(part.magnitude.detach()[block.rows], norm)
+    block.after.mul_(gain[:, None])
+
+
 def merge_into(
     out: Tensor, weight: Tensor, parts: Sequence[Increment], *, chunk_bytes: int = CHUNK_BYTES
 ) -> Tensor:
     """Write the merged weight of `weight` [N, K] and `parts`, applied in order, into `out`.
 
-    `out` may be `weight` itself, or have another float dtype. All matrix products run in fp32
-    (fp64 for fp64 weights). Blocks of rows take at most `chunk_bytes` together, at least one row.
+    `out` may be `weight` itself, or have another float dtype; each number is rounded to it once.
 
     Returns:
         `out`.
     """
-    acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    with torch.autocast(weight.device.type, enabled=False):
-        gains = [_gain(weight, part, acc, chunk_bytes) for part in parts]  # before any overwrite
-        height = max(1, chunk_bytes // (2 * weight.shape[1] * acc.itemsize))
-        for start in range(0, weight.shape[0], height):
-            rows = slice(start, start + height)
-            block = weight[rows].to(acc, copy=True)
-            for part, gain in zip(parts, gains, strict=True):
-                block.addmm_(part.lora_B[rows].to(acc), part.lora_A.to(acc), alpha=part.scale)
-                if gain is not None:
-                    block.mul_(gain[rows, None])
-            out[rows] = block
+    with torch.no_grad():
+        for block in merged_blocks(weight, parts, chunk_bytes=chunk_bytes):
+            out[block.rows] = block.after
     return out
