@@ -221,7 +221,13 @@ def _merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
 
 def _with_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Make the paths of existing files absolute: from here first, else from `folder`."""
-    places = {("model", "name"), ("model", "tokenizer"), ("data", "train"), ("data", "eval")}
+    places = {
+        ("model", "name"),
+        ("model", "tokenizer"),
+        ("data", "train"),
+        ("data", "eval"),
+        ("run", "parent"),
+    }
     result = dict(tree)
     for section, key in places:
         part = result.get(section)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from hirank.train import methods, model
 from hirank.train.checkpoint import Checkpoint, open_checkpoint, run_of
 from hirank.train.evaluate import Question, need_questions, questions
 from hirank.train.optim import planned_steps
+from hirank.train.parent import step_notice
 from hirank.train.quiet import say, without_bars
 from hirank.train.run import check_run_dir
 from hirank.train.runlog import read_log
@@ -63,6 +65,8 @@ def prepare(config: TrainConfig, console: Console, resume: Path | None = None) -
     found = _resume_point(config, resume) if resume else None
     if found is None:
         check_run_dir(config.run)
+        if (notice := step_notice(config)) is not None:
+            warnings.warn(notice, stacklevel=1)
     model.locate(config.model.name)
     examples = load_examples(config.data)
     say(console, str(examples.counts))

@@ -51,6 +51,9 @@ class RunConfig(Strict):
     name: str = Field(default="run", pattern=r"^[\w.-]+$")
     """The NAME in that default."""
 
+    parent: Path | None = None
+    """A run or adapter that this one is a variant of: warns if its first steps had another size."""
+
     log_every: PositiveInt = 1
     """Steps between two lines of the log."""
 
@@ -60,7 +63,7 @@ class RunConfig(Strict):
     keep: PositiveInt = 2
     """How many checkpoints are kept; the oldest go first."""
 
-    @field_validator("dir")
+    @field_validator("dir", "parent")
     @classmethod
     def _is_a_name(cls, folder: Path | None) -> Path | None:
         if folder is None:
