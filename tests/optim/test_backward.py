@@ -244,6 +244,35 @@ def test_clipping_sees_the_projected_norm():
     torch.testing.assert_close(kept, (seen * 0.5 / seen.norm()) ** 2, rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_norm_is_known_after_a_step_and_torchs_where_the_basis_is_complete(n, clip):
+    options = {"rank": 64, "basis": "identity", "gap": 3, "lr": 0.01}
+    usual, hooked = mlp(), mlp()
+    a, b = GaLoreAdamW(usual, **options), GaLoreAdamW(hooked, **options)
+    engine = b.step_in_backward(clip=clip, micro_batches=n)
+    assert engine.grad_norm is None
+    for step in range(5):
+        loss(usual, *data(4, seed=step)).backward()
+        norm = nn.utils.clip_grad_norm_(usual.parameters(), clip or float("inf"))
+        a.step()
+        a.zero_grad()
+        run_batches(b, hooked, halves(*data(4, seed=step), n))
+        assert float(engine.grad_norm) == pytest.approx(float(norm), rel=1e-5)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_the_norm_is_of_what_is_stepped_with_at_a_refresh_too(clip: float | None):
+    p, q = nn.Parameter(torch.zeros(8, 12)), nn.Parameter(torch.zeros(5))
+    optimizer = GaLoreAdamW([p, q], rank=2, gap=2, basis="svd")
+    engine = optimizer.step_in_backward(clip=clip)
+    for g in grads(4, 8, 12):
+        ((p * g).sum() + q.sum()).backward()
+        optimizer.step()
+        seen = (optimizer.state[p]["left"].T @ g).square().sum() + 5
+        assert float(engine.grad_norm) == pytest.approx(float(seen.sqrt()), rel=1e-5)
+
+
 # The rest of a training loop.
 
 

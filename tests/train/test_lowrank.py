@@ -312,7 +312,9 @@ def test_g06_the_logged_learning_rate_is_the_applied_one(settings, monkeypatch, 
         eval={"samples": 0},
     )
     result, _ = run(config)
-    logged = [e["lr"] for e in read_log(result.run_dir / "log.jsonl") if e["event"] == "step"]
+    events = [e for e in read_log(result.run_dir / "log.jsonl") if e["event"] == "step"]
+    logged = [e["lr"] for e in events]
+    assert all(e["grad_norm"] > 0 for e in events)
     alone = 14 + 2  # projected; embeddings and head. Norms go together.
     assert [applied[i] for i in range(0, len(applied), alone)] == logged
     assert len(applied) == 6 * alone and max(logged) == 1e-2

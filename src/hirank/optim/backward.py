@@ -63,6 +63,8 @@ class StepInBackward:
     Attributes:
         loss_scale: what the loss was multiplied by (fp16); gradients are divided by it.
         calls: how many steps have been taken; small plain parameters share one.
+        grad_norm: global norm of what the last closed window was stepped with, before clipping: of
+            R where a parameter is projected. None before the first one.
     """
 
     def __init__(
@@ -90,6 +92,8 @@ class StepInBackward:
         self.process_group = process_group
         self.loss_scale: float | Tensor = 1.0
         self.calls = 0
+        self.grad_norm: Tensor | None = None
+        self._norms: list[tuple[Tensor, Tensor]] = []
         self._done: set[Tensor] = set()
         self._params = [p for group in optimizer.param_groups for p in group["params"]]
         self._handles = [
@@ -124,6 +128,7 @@ class StepInBackward:
         for p in self._params:
             for key in (_REDUCED, _DENSE, _COUNT):
                 self.optimizer.state[p].pop(key, None)
+        self._norms.clear()
         self._done.clear()
         self.optimizer.settle()
 
@@ -172,19 +177,18 @@ class StepInBackward:
         return hyper.refresh_from == "first" and self.process_group is None
 
     def _complete(self, p: Tensor, state: dict[str, Any], hyper: Hyper) -> None:
-        """The window's last gradient of p is there: step, or get ready for clipping."""
+        """The window's last gradient of p is there: step, or wait for clipping or the others."""
         for key in (_REDUCED, _DENSE):
             if key in state and self.process_group is not None:
                 _average(state[key], self.process_group)
         self._done.add(p)
-        if self.clip is None:
-            if not small.is_small(p, hyper):  # those wait for each other
-                self._step(p, state, hyper)
-        elif _DENSE in state and rules.is_projected(p, hyper) and not rules.needs_dense(hyper):
+        if _DENSE in state and rules.is_projected(p, hyper) and not rules.needs_dense(hyper):
             reduced = rules.reduce_gradient(p, state[_DENSE], state, hyper)
             if reduced is not None:
                 state[_REDUCED] = reduced
                 del state[_DENSE]
+        if self.clip is None and not small.is_small(p, hyper):
+            self._step(p, state, hyper)
 
     def _step(
         self, p: Tensor, state: dict[str, Any], hyper: Hyper, factor: Tensor | None = None
@@ -202,7 +206,9 @@ class StepInBackward:
         state.pop(_COUNT)
         parts = state.pop(_REDUCED, None), state.pop(_DENSE, None)
         for part in parts:
-            if part is not None and factor is not None:
+            if part is not None and factor is None:
+                self._norms.append((_norm(part), part))
+            elif part is not None and factor is not None:
                 sharded.local(part).mul_(factor.to(part.device))
         return parts
 
@@ -217,6 +223,8 @@ class StepInBackward:
         waiting = self._waiting()
         if waiting:
             self._step_waiting(waiting, self._factor(waiting))
+        if self._norms:
+            self.grad_norm, self._norms = _total(self._norms), []
         self._done.clear()
         self.optimizer.settle()
 
@@ -241,9 +249,8 @@ class StepInBackward:
             return None
         states = [self.optimizer.state[p] for p in waiting]
         held: list[Tensor] = [state.get(_REDUCED, state.get(_DENSE)) for state in states]
-        norms = [_norm(part) for part in held]
-        total = torch.stack([norm.to(norms[0].device) for norm in norms]).norm()
-        factor: Tensor = (self.clip / (total + 1e-6)).clamp(max=1.0)
+        self._norms = [(_norm(part), part) for part in held]
+        factor: Tensor = (self.clip / (_total(self._norms) + 1e-6)).clamp(max=1.0)
         return factor
 
     def waiting_bytes(self) -> int:
@@ -258,9 +265,27 @@ class StepInBackward:
 
 
 def _norm(part: Tensor) -> Tensor:
+    """Of what is in this process."""
     wide = torch.promote_types(part.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(sharded.local(part), dtype=wide)
-    return sharded.total(norm.square(), part).sqrt() if sharded.is_sharded(part) else norm
+    return norm
+
+
+def _total(norms: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The norm of all parts, with one sum over processes for those that are sharded alike."""
+    alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    for norm, part in norms:
+        alike.setdefault(sharded.spread(part), []).append((norm, part))
+    device = norms[0][0].device
+    each = [_norm_of_norms(group).to(device) for group in alike.values()]
+    whole: Tensor = torch.stack(each).norm()
+    return whole
+
+
+def _norm_of_norms(group: list[tuple[Tensor, Tensor]]) -> Tensor:
+    part, device = group[0][1], group[0][0].device
+    whole: Tensor = torch.stack([norm.to(device) for norm, _ in group]).norm()
+    return sharded.total(whole.square(), part).sqrt() if sharded.is_sharded(part) else whole
 
 
 def _average(part: Tensor, group: dist.ProcessGroup) -> None:

@@ -17,12 +17,17 @@ from torch import Tensor
 from hirank.errors import HirankError
 from hirank.optim.bases import Basis, Layout
 
-__all__ = ["everywhere", "is_sharded", "local", "project", "rows", "total", "whole"]
+__all__ = ["everywhere", "is_sharded", "local", "project", "rows", "spread", "total", "whole"]
 
 
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor (told without importing it, which takes a second)."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
+
+
+def spread(tensor: Any) -> Any:
+    """Equal for tensors that are spread alike over the same processes; None for others."""
+    return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
 
 
 def local(tensor: Any) -> Tensor:

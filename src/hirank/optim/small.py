@@ -38,8 +38,7 @@ def batches(
     """Members (parameter, gradient, state, settings) that can be stepped together, in order."""
     found: dict[Any, list[tuple[Tensor, Tensor, State, Hyper]]] = {}
     for p, grad, state, hyper in members:
-        spread = getattr(p, "device_mesh", None), getattr(p, "placements", None)
-        key = (hyper, p.device, p.dtype, grad.dtype, state.get("age", 0), *spread)
+        key = (hyper, p.device, p.dtype, grad.dtype, state.get("age", 0), sharded.spread(p))
         found.setdefault(key, []).append((p, grad, state, hyper))
     return list(found.values())
 

@@ -157,6 +157,8 @@ class Trainer(SFTTrainer):
         """What is logged, and how many steps of a parameter have been skipped so far."""
         if self.low_rank is not None and "loss" in logs:
             logs["skipped"] = lowrank.skipped(self.low_rank)
+            if self.engine is not None and self.engine.grad_norm is not None:
+                logs["grad_norm"] = float(self.engine.grad_norm)
         super().log(logs, *args, **kwargs)
 
     def _load_from_checkpoint(self, path: str, model: Any = None) -> None:
