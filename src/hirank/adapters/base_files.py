@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hirank.errors import HirankError
 
-__all__ = ["DTYPES", "INDEX", "SINGLE", "BaseFolder", "Entry", "ShardWriter"]
+__all__ = ["CONFIG", "DTYPES", "INDEX", "SINGLE", "BaseFolder", "Entry", "ShardWriter"]
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DTYPES = {
@@ -71,11 +71,6 @@ class BaseFolder:
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head is the input embedding, as the config says."""
-        return bool(self.config.get("tie_word_embeddings", False))
 
     def key_of(self, name: str) -> str | None:
         """The key that holds parameter `name` of the model: the name, or the only one that is it
