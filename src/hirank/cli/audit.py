@@ -99,3 +99,23 @@ def _model_and_batch(name: str, data: Path) -> tuple[Any, Any]:
     model = load_model(settings)
     batch = collator_for(model, tokenizer, packing=False)(list(encoded))
     return model, {key: value.to(model.device) for key, value in batch.items()}
+
+
+# Rank, from two runs.
+
+
+@audit.command()
+@told
+def compare(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run of hirank train.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The same with another rank.")],
+    json_: Annotated[bool, typer.Option("--json", help="Print the reasons as JSON.")] = False,
+) -> None:
+    """Say whether rank is what holds a run back, from the curves of two ranks."""
+    import json
+    from dataclasses import asdict
+
+    from hirank.train.compare import compare as compare_runs
+
+    found = compare_runs(run_a, run_b)
+    print(json.dumps(asdict(found), indent=2) if json_ else found)
