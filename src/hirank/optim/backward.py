@@ -43,6 +43,7 @@ from torch import Tensor
 
 from hirank.errors import HirankError
 from hirank.optim import bases, rules, sharded, small
+from hirank.optim.groups import refuse_sparse
 from hirank.optim.hyper import Hyper
 from hirank.optim.optimizer import LowRankAdamW
 
@@ -95,20 +96,26 @@ class StepInBackward:
         self.grad_norm: Tensor | None = None
         self._norms: list[tuple[Tensor, Tensor]] = []
         self._done: set[Tensor] = set()
-        self._params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._hook)
-            for p in self._params
-            if p.requires_grad
-        ]
+        self._handles: dict[Tensor, Any] = {}
+        self.watch()
         optimizer._engine = self
+
+    def watch(self) -> None:
+        """Take the gradients of parameters that are new in the optimiser, or no longer frozen."""
+        for p in self._params:
+            if p.requires_grad and p not in self._handles:
+                self._handles[p] = p.register_post_accumulate_grad_hook(self._hook)
+
+    @property
+    def _params(self) -> list[Any]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def remove(self) -> None:
         """Close the window and give the steps back to the optimiser."""
         self.close()
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles, self.optimizer._engine = [], None
+        self._handles, self.optimizer._engine = {}, None
 
     @contextmanager
     def window(self, n: int) -> Iterator[None]:
@@ -138,6 +145,7 @@ class StepInBackward:
     def _hook(self, p: Tensor) -> None:
         grad, p.grad = p.grad, None
         assert grad is not None
+        refuse_sparse(grad)
         if p in self._done:
             raise HirankError(
                 f"A parameter of shape {tuple(p.shape)} got a further gradient after its step; "
@@ -227,6 +235,7 @@ class StepInBackward:
             self.grad_norm, self._norms = _total(self._norms), []
         self._done.clear()
         self.optimizer.settle()
+        self.watch()
 
     def _waiting(self) -> list[Tensor]:
         return [p for p in self._params if _COUNT in self.optimizer.state[p]]

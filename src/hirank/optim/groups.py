@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hirank.errors import HirankError
@@ -21,7 +22,7 @@ from hirank.optim import bases
 from hirank.optim.hyper import Hyper
 from hirank.optim.weights import Int8Weight, quantize_weights
 
-__all__ = ["EXCLUDED", "groups_of", "model_groups", "refuse", "report_rank"]
+__all__ = ["EXCLUDED", "groups_of", "model_groups", "refuse", "refuse_sparse", "report_rank"]
 
 Group = dict[str, Any]
 
@@ -35,6 +36,9 @@ def groups_of(params: Any, hyper: Hyper) -> list[Group]:
     """Parameter groups of a model, of parameters (named or not), or of groups."""
     if isinstance(params, nn.Module):
         return model_groups(params, hyper)
+    if isinstance(params, Tensor | dict):
+        kind = "one tensor" if isinstance(params, Tensor) else "one group"
+        raise HirankError(f"params is {kind}; give a model, or a list of tensors or of groups.")
     items = list(params)
     if items and isinstance(items[0], dict):
         return [{"rank": None, **group} if not _names_rank(group) else group for group in items]
@@ -62,7 +66,13 @@ def model_groups(model: nn.Module, hyper: Hyper, exclude: Sequence[str] = EXCLUD
         "plain": {"rank": None},
         "no_decay": {"rank": None, "weight_decay": 0.0},
     }
-    return [{"params": named, **settings[kind]} for kind, named in sorted_out.items() if named]
+    groups = [{"params": named, **settings[kind]} for kind, named in sorted_out.items() if named]
+    if not groups:
+        raise HirankError(
+            f"{type(model).__name__} has no parameter with requires_grad; unfreeze what is to be "
+            "trained before the optimiser is built."
+        )
+    return groups
 
 
 def _kind(name: str, p: Tensor, outside: set[int], exclude: Sequence[str]) -> str:
@@ -110,6 +120,15 @@ def refuse(p: Any) -> None:
         raise HirankError(
             f"A parameter of shape {tuple(p.shape)} is {p.dtype}, {p.layout}; give dense "
             "floating-point parameters."
+        )
+
+
+def refuse_sparse(grad: Tensor) -> None:
+    """Raise HirankError for a gradient of nn.Embedding(sparse=True) and its like."""
+    if grad.layout is not torch.strided:
+        raise HirankError(
+            f"A gradient of shape {tuple(grad.shape)} is sparse, and decay and moments need all of "
+            "it; build the embedding with sparse=False."
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from hirank.errors import HirankError
 
-__all__ = ["ALIASES", "Hyper", "hyper_of", "read_options"]
+__all__ = ["ALIASES", "Hyper", "fixed", "hyper_of", "read_options"]
 
 Sides = Literal["short", "long", "left", "right", "two"]
 BasisKind = Literal["subspace", "svd", "eigh", "randomised", "random", "gaussian", "identity"]
@@ -40,7 +40,7 @@ class Hyper:
     """Directions kept of a gradient, at most its shorter side; None is plain AdamW."""
 
     gap: int = 200
-    """Steps from one refresh of the basis to the next."""
+    """Steps from one refresh of the basis to the next; a change counts from the next one on."""
 
     scale: float = 0.25
     """Multiplies the update, in effect the learning rate, but not weight decay."""
@@ -134,6 +134,16 @@ def hyper_of(group: Mapping[str, Any]) -> Hyper:
 def _made(*values: Any) -> Hyper:
     """Checked once, not for every parameter of every step."""
     return Hyper(**dict(zip(_NAMES, values, strict=True)))
+
+
+_FIXED = ("rank", "sides", "state", "basis_store", "rounding")
+
+
+@lru_cache(maxsize=256)
+def fixed(hyper: Hyper) -> tuple[tuple[str, Any], ...]:
+    """The settings that a parameter's state is built for, which cannot change once it is there."""
+    kept = [(name, getattr(hyper, name)) for name in _FIXED]
+    return (*kept, ("limiter above 0", hyper.limiter > 0))
 
 
 # What is refused.
@@ -234,6 +244,18 @@ ALIASES = {
 """Option names of galore_torch, q_galore_torch, Transformers, ms-swift and LLaMA-Factory."""
 
 
+_TORCHS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad")
+"""Switches of torch's AdamW, which trainers hand on as None or False."""
+
+
+def _refuse_torchs(name: str, value: Any) -> None:
+    if value:
+        raise HirankError(
+            f"{name}={value!r} is a switch of torch's AdamW that the low-rank optimisers do not "
+            "have; leave it out."
+        )
+
+
 def read_options(options: Mapping[str, Any], base: Hyper | None = None) -> dict[str, Any]:
     """Our names for `options`, values of `proj_type` translated, types as the fields have them.
 
@@ -243,6 +265,9 @@ def read_options(options: Mapping[str, Any], base: Hyper | None = None) -> dict[
     named = {}
     for key, value in options.items():
         name = ALIASES.get(key, key)
+        if name in _TORCHS:
+            _refuse_torchs(name, value)
+            continue
         if name not in _NAMES:
             near = difflib.get_close_matches(key, [*_NAMES, *ALIASES], n=1)
             hint = f"; the nearest known one is {near[0]}" if near else ""

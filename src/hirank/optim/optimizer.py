@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from hirank.errors import HirankError
 from hirank.optim import rules, sharded, small
 from hirank.optim import state as moments
-from hirank.optim.groups import groups_of, refuse, report_rank
-from hirank.optim.hyper import Hyper, hyper_of, read_options
+from hirank.optim.groups import groups_of, refuse, refuse_sparse, report_rank
+from hirank.optim.hyper import Hyper, fixed, hyper_of, read_options
 from hirank.optim.state import stored_bytes
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         self._pending: list[Stepped] = []
         self._engine: StepInBackward | None = None
         self._moved = False
+        self._fixed: dict[Tensor, tuple[tuple[str, Any], ...]] = {}
         super().__init__(groups_of(params, hyper), {**asdict(hyper), "skipped": 0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -76,6 +77,8 @@ class LowRankAdamW(torch.optim.Optimizer):
             refuse(p)
             self._index[p], self._group[p] = len(self._index), added
         report_rank(added["params"], added["rank"])
+        if self._engine is not None:
+            self._engine.watch()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickled, copied, or loaded: the groups are other objects than before."""
@@ -84,6 +87,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         self._index = {p: i for i, p in enumerate(self._group)}
         self._pending = []
         self._moved = getattr(self, "_moved", False)
+        self._fixed = {}
         self._engine = getattr(self, "_engine", None)  # a copy has none, a loaded one keeps its own
 
     # Steps.
@@ -103,6 +107,7 @@ class LowRankAdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
+                refuse_sparse(p.grad)
                 if small.is_small(p, hyper):
                     together.append((p, p.grad))
                 else:
@@ -158,7 +163,24 @@ class LowRankAdamW(torch.optim.Optimizer):
             )
         state: dict[str, Any] = self.state[p]
         state.setdefault("index", self._index[p])
+        self._check_fixed(p, state)
         return state
+
+    def _check_fixed(self, p: Tensor, state: dict[str, Any]) -> None:
+        now = fixed(self.hyper_of(p))
+        then = self._fixed.setdefault(p, now)
+        if now is then or now == then:
+            return
+        if "age" not in state:  # nothing was built for the old ones
+            self._fixed[p] = now
+            return
+        name, was, value = next(
+            (n, a, b) for (n, a), (_, b) in zip(then, now, strict=True) if a != b
+        )
+        raise HirankError(
+            f"{name} of {self._name(p)} was {was!r} when its state was made and is {value!r} now; "
+            "change it before the first step, or build a new optimiser."
+        )
 
     def hyper_of(self, p: Tensor) -> Hyper:
         """The settings of a parameter's group, as they are now."""
@@ -204,7 +226,19 @@ class LowRankAdamW(torch.optim.Optimizer):
     # State.
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but state keeps its own dtypes instead of taking the parameters'."""
+        """As torch's, but state keeps its own dtypes instead of taking the parameters'.
+
+        Raises:
+            HirankError: it is another optimiser's.
+        """
+        lacking = {
+            key for g in state_dict["param_groups"] for key in asdict(Hyper()) if key not in g
+        }
+        if lacking:
+            raise HirankError(
+                f"The state has groups without {', '.join(sorted(lacking)[:3])}, so another "
+                "optimiser wrote it; load weights only, and start with new state."
+            )
         super().load_state_dict(state_dict)
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]

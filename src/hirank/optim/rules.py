@@ -41,6 +41,7 @@ __all__ = [
     "adam_direction",
     "adamw_step",
     "apply_reduced",
+    "bounded",
     "cost",
     "finite",
     "galore_adam_step",
@@ -73,11 +74,17 @@ def adam_direction(
 
 
 def finite(grad: Tensor) -> Tensor:
-    """A bool on the device: no NaN, no infinity. One pass, nothing of the gradient's size made."""
+    """A bool on the device: no NaN, no infinity, and nothing whose squares add up to one: a second
+    moment would be infinite from then on. One pass, nothing of the gradient's size made."""
     if grad.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=grad.device)
-    peak: Tensor = torch.linalg.vector_norm(grad, math.inf)
-    return peak.isfinite()
+    return bounded(torch.linalg.vector_norm(grad, math.inf), grad.numel())
+
+
+def bounded(peak: Tensor, n: int) -> Tensor:
+    """Whether `n` squares of numbers up to `peak` have a finite sum."""
+    wide = peak.to(torch.promote_types(peak.dtype, torch.float32))
+    return (wide.square() * max(1, n)).isfinite()
 
 
 def adamw_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tensor:
@@ -135,8 +142,8 @@ def reduce_gradient(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tens
     where = _layout(p, hyper)
     if bases.due(state):
         matrix = sharded.whole(grad).reshape(where.m, where.n)
-        peak = float(torch.linalg.vector_norm(matrix, math.inf))
-        if not math.isfinite(peak):
+        peak = torch.linalg.vector_norm(matrix, math.inf)
+        if not bounded(peak, matrix.numel()):
             return None
         start(state, where.reduced, p, hyper)
         if peak > 0 or not state["refreshes"]:  # a gradient of zeros says nothing of a basis
@@ -190,6 +197,7 @@ def apply_reduced(
     dense = None
     if grad is not None and needs_dense(hyper):
         dense = sharded.whole(grad).reshape(where.m, where.n)
+        ok = ok & finite(dense)
     basis = bases.load(state, where, hyper, reduced)
     draw, round_w = generators(p, state, hyper)
     state["step"], state["age"] = state["step"] + 1, state["age"] + 1
@@ -295,7 +303,7 @@ def _apply(
     for slab in _slabs(rows, n):
         span = slice((slab.start - rows.start) * n, (slab.stop - rows.start) * n)
         delta = _delta(change, slab, p.dtype).mul_(step)
-        weights.move(p, span, delta.view(-1), keep, round_w)
+        weights.move(p, span, delta.reshape(-1), keep, round_w)
 
 
 def _slabs(rows: slice, n: int) -> Iterator[slice]:

@@ -90,7 +90,8 @@ def _finite(flats: list[Tensor]) -> Tensor:
     full = [flat for flat in flats if flat.numel()]
     peaks = iter(torch._foreach_norm(full, math.inf) if full else [])
     zero = flats[0].new_zeros(())
-    return torch.stack([next(peaks) if flat.numel() else zero for flat in flats]).isfinite()
+    whole = torch.stack([next(peaks) if flat.numel() else zero for flat in flats])
+    return rules.bounded(whole, SMALL)
 
 
 def _put_back(parts: list[Tensor], flat: Tensor) -> None:

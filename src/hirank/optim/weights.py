@@ -129,6 +129,10 @@ class Int8Weight(Tensor):
         return func(*args, **kwargs)
 
 
+# A state dict with int8 weights in it loads as data: they are three tensors, a shape and a dtype.
+torch.serialization.add_safe_globals([Int8Weight])
+
+
 def _widen(value: Any) -> Any:
     return value.widened() if isinstance(value, Int8Weight) else value
 
