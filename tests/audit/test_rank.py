@@ -34,7 +34,7 @@ def test_spectra_of_all_kinds_of_layers(tmp_path: Path, changes: dict[str, Any])
 
 def layer(name: str, values: list[float], shape: tuple[int, int] = (64, 64)) -> LayerRank:
     return LayerRank(name, "linear", shape, len(values), 2.0, 2.0 * len(values),
-                     Spectrum(tuple(values)), "float32")  # fmt: skip
+                     Spectrum(tuple(values)), "float32", (1.0, 1.0))  # fmt: skip
 
 
 FLAT, STEEP = [1.0] * 16, [2.0 ** -(2 * i) for i in range(16)]

@@ -55,7 +55,7 @@ class PartialSpectrum:
 
     @property
     def complete(self) -> bool:
-        return len(self.known.values) == self.size
+        return self.energy == 0 or len(self.known.values) == self.size
 
     def residual(self, rank: int) -> float:
         """What the best matrix of that rank misses at most, relative to the norm."""
@@ -80,11 +80,14 @@ class PartialSpectrum:
 def largest_values(matrix: Blocks, count: int) -> PartialSpectrum:
     """The `count` largest singular values of a matrix in blocks, and all of a small one.
 
-    The random numbers are always the same, and so is the result.
+    The random numbers are always the same, and so is the result. A matrix that is zero, or holds
+    what is not finite, has no values and says so by its energy.
     """
     matrix = _held(matrix)
     squares = [float(block.double().square().sum()) for block in matrix.read()]
     energy, size = math.fsum(squares), min(matrix.shape)
+    if energy == 0 or not math.isfinite(energy):
+        return PartialSpectrum(Spectrum(()), energy, size)
     if size <= max(EXACT, count):
         dense = torch.cat(list(matrix.read())).double()
         values = torch.linalg.svdvals(dense)

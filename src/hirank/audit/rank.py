@@ -50,6 +50,8 @@ class LayerRank:
     alpha: float
     spectrum: Spectrum
     dtype: str
+    factors: tuple[float, float]
+    """Frobenius norms of A and B."""
 
     @property
     def limit(self) -> int:
@@ -73,7 +75,8 @@ class LayerRank:
         return {
             "name": self.name, "kind": self.kind, "shape": list(self.shape), "rank": self.rank,
             "alpha": self.alpha, "scale": self.scale, "dtype": self.dtype, "use": self.use,
-            "norm": found.norm, "effective_rank": found.effective_rank,
+            "norm": found.norm, "norm_A": self.factors[0], "norm_B": self.factors[1],
+            "effective_rank": found.effective_rank,
             "stable_rank": found.stable_rank, "rank_for_energy": ranks,
             "singular_values": list(found.values),
         }  # fmt: skip
@@ -91,6 +94,7 @@ def layer_rank(layer: AdapterLayer) -> LayerRank:
         alpha=layer.alpha,
         spectrum=product_values(factors, layer.scale),
         dtype=str(layer.lora_A.dtype).removeprefix("torch."),
+        factors=(float(layer.A.double().norm()), float(layer.B.double().norm())),
     )
 
 

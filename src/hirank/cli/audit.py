@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hirank.cli import audit_adapter
 from hirank.cli.common import console, told
 from hirank.errors import HirankError
 
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["audit", "mount"]
 
-audit = typer.Typer(no_args_is_help=True)
+audit = typer.Typer(cls=audit_adapter.AdapterFirst, no_args_is_help=True)
 
 
 def mount(app: typer.Typer) -> None:
     """Add the commands to `app`."""
+    audit_adapter.mount(audit)
     app.add_typer(audit, name="audit", help="Say what was trained: steps, rank, gains.")
 
 

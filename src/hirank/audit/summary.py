@@ -1,0 +1,243 @@
+"""Everything an audit found out about one adapter, and how it is grouped to be read.
+
+AdapterFolder (, BaseFolder)  ->  audit_adapter  ->  Audit  ->  table, page, JSON
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hirank.adapters.base_files import BaseFolder
+from hirank.adapters.files import AdapterFolder, AdapterLayer
+from hirank.audit.base_weights import BaseWeights
+from hirank.audit.gains import LayerGains, layer_gains
+from hirank.audit.increment import adapted_rows, gain_of
+from hirank.audit.partial import Blocks, PartialSpectrum, largest_values
+from hirank.audit.rank import LayerRank, Suggestion, layer_rank, suggest
+from hirank.audit.verdicts import Verdict, gain_verdicts, rank_verdicts
+
+__all__ = ["Audit", "Group", "audit_adapter", "kind_of"]
+
+VALUES = 64
+"""Singular values of the full increment that are computed."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """An adapter's ranks and, where its base was given, gains and increments."""
+
+    folder: Path
+    settings: dict[str, Any]
+    ranks: list[LayerRank]
+    gains: dict[str, LayerGains] = field(default_factory=dict)
+    """By layer; empty without the base."""
+    increments: dict[str, PartialSpectrum] = field(default_factory=dict)
+    """Spectra of g (W + s B A) - W by layer, for DoRA with its base: the largest values."""
+    distortions: dict[str, float] = field(default_factory=dict)
+    """What rounding to the target dtype does to each layer's increment in a merge, relative."""
+    magnitudes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Smallest and largest m of each DoRA layer."""
+    obstacle: str | None = None
+    """Why A, B, m and the scale do not say all."""
+
+    @property
+    def dora(self) -> bool:
+        return bool(self.settings.get("use_dora"))
+
+    @property
+    def norm(self) -> float:
+        """Frobenius, of s B A in all layers."""
+        return math.sqrt(math.fsum(layer.spectrum.energy for layer in self.ranks))
+
+    @property
+    def parameters(self) -> int:
+        """In A and B."""
+        return sum(layer.rank * sum(layer.shape) for layer in self.ranks)
+
+    @property
+    def step(self) -> float | None:
+        """|g (W + s B A) - W| over |W|, all adapted layers; None without the base."""
+        base = math.fsum(g.base_norm**2 for g in self.gains.values())
+        step = math.fsum(g.step_norm**2 for g in self.gains.values())
+        return math.sqrt(step / base) if base else None
+
+    def kept(self, rank: int) -> float:
+        """Share of the energy of s B A in all layers that truncation to `rank` would keep."""
+        total = self.norm**2
+        kept = math.fsum(x.spectrum.kept(rank) * x.spectrum.energy for x in self.ranks)
+        return kept / total if total else 1.0
+
+    def verdicts(self) -> list[Verdict]:
+        """The worst first."""
+        found = rank_verdicts(self.ranks)
+        if self.dora and self.gains:
+            found += gain_verdicts(list(self.gains.values()))
+        if self.obstacle is not None:
+            found.append(Verdict("look", "The files do not say all", f"{self.obstacle}."))
+        return sorted(found, key=lambda verdict: ("bad", "look", "good").index(verdict.level))
+
+    def suggestion(self) -> Suggestion:
+        return suggest(self.ranks, self.settings)
+
+    def groups(self) -> list["Group"]:
+        """Layers of the same kind, as all q_proj, in the order of their first one."""
+        found: dict[str, list[LayerRank]] = {}
+        for layer in self.ranks:
+            found.setdefault(kind_of(layer.name), []).append(layer)
+        return [Group(kind, layers, self) for kind, layers in found.items()]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "adapter": str(self.folder), "dora": self.dora, "parameters": self.parameters,
+            "norm": self.norm, "relative_step": self.step, "obstacle": self.obstacle,
+            "spectrum_of": "s B A, the direction's part" if self.dora else "s B A",
+            "verdicts": [vars(verdict) for verdict in self.verdicts()],
+            "suggestion": self.suggestion().as_dict(),
+            "layers": [self._layer(layer) for layer in self.ranks],
+        }  # fmt: skip
+
+    def _layer(self, layer: LayerRank) -> dict[str, Any]:
+        told = layer.as_dict()
+        if layer.name in self.magnitudes:
+            told["magnitudes"] = list(self.magnitudes[layer.name])
+        if layer.name in self.gains:
+            told["gains"] = self.gains[layer.name].as_dict()
+        if layer.name in self.increments:
+            whole = self.increments[layer.name]
+            told["increment"] = {
+                "norm": whole.norm,
+                "residual_at_rank": whole.residual(layer.rank),
+                "singular_values": list(whole.known.values),
+            }
+        if layer.name in self.distortions:
+            told["merge_distortion"] = self.distortions[layer.name]
+        return told
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers of one kind, in medians."""
+
+    kind: str
+    layers: list[LayerRank]
+    audit: Audit
+
+    @property
+    def ranks(self) -> str:
+        low, high = min(x.rank for x in self.layers), max(x.rank for x in self.layers)
+        return f"{low}" if low == high else f"{low}-{high}"
+
+    @property
+    def effective_rank(self) -> float:
+        return statistics.median(x.spectrum.effective_rank for x in self.layers)
+
+    @property
+    def rank_for_99(self) -> float:
+        return statistics.median(x.spectrum.rank_for(0.99) for x in self.layers)
+
+    @property
+    def norm(self) -> float:
+        return statistics.median(x.spectrum.norm for x in self.layers)
+
+    @property
+    def uses(self) -> str:
+        """`12 starved, 20 used`."""
+        counted = [(use, sum(x.use == use for x in self.layers)) for use in _ORDER]
+        if len(found := [pair for pair in counted if pair[1]]) == 1:
+            return found[0][0]
+        return ", ".join(f"{count} {use}" for use, count in found)
+
+    @property
+    def gains(self) -> list[LayerGains]:
+        return [self.audit.gains[x.name] for x in self.layers if x.name in self.audit.gains]
+
+    @property
+    def step(self) -> float | None:
+        """Median of |g (W + s B A) - W| over |W|."""
+        found = [g.step_norm / g.base_norm for g in self.gains if g.base_norm]
+        return statistics.median(found) if found else None
+
+    @property
+    def gain_span(self) -> tuple[float, float] | None:
+        """The first and the last percent of all rows' gains."""
+        if not self.gains:
+            return None
+        rows = torch.cat([g.gain for g in self.gains]).double().sort().values
+        low, high = int(0.01 * (len(rows) - 1)), round(0.99 * (len(rows) - 1))
+        return float(rows[low]), float(rows[high])
+
+    def swallowed(self, dtype: torch.dtype) -> float | None:
+        """Share of all rows whose gain is 1 in `dtype`."""
+        found = self.gains
+        rows = sum(g.rows for g in found)
+        return sum(g.share(dtype) * g.rows for g in found) / rows if rows else None
+
+
+_ORDER = ("untrained", "starved", "used", "idle")
+
+
+def kind_of(name: str) -> str:
+    """The last word of a layer's name: `q_proj` of `model.layers.0.self_attn.q_proj`."""
+    words = [word for word in re.split(r"\.", name) if not word.isdigit()]
+    return words[-1] if words else name
+
+
+def audit_adapter(
+    adapter: Path,
+    base: Path | None = None,
+    *,
+    increments: bool = True,
+    distortions: Mapping[str, float] | None = None,
+    tick: Callable[[str], None] = lambda name: None,
+) -> Audit:
+    """Look at every layer of an adapter, one in memory at a time.
+
+    Args:
+        adapter: a LoRA or DoRA adapter in PEFT's format.
+        base: the folder of its base model, for gains and the size of the step.
+        increments: with a base and DoRA, compute the spectra of g (W + s B A) - W, too.
+        distortions: relative distortion of each layer's increment by a merge, to be shown.
+        tick: hears the name of each layer.
+
+    Raises:
+        HirankError: files that cannot be read or do not match, numbers that are not finite.
+    """
+    folder = AdapterFolder(adapter)
+    weights = None if base is None else BaseWeights(BaseFolder(base), folder)
+    audit = Audit(
+        folder=adapter,
+        settings=folder.settings,
+        ranks=[],
+        distortions=dict(distortions or {}),
+        obstacle=folder.obstacle(),
+    )
+    for layer in folder:
+        tick(layer.name)
+        audit.ranks.append(layer_rank(layer))
+        if layer.magnitude is not None:
+            m = layer.magnitude.float()
+            audit.magnitudes[layer.name] = float(m.min()), float(m.max())
+        if weights is not None:
+            _add_base(audit, layer, weights, increments=increments and folder.dora)
+    return audit
+
+
+def _add_base(audit: Audit, layer: AdapterLayer, weights: BaseWeights, *, increments: bool) -> None:
+    weight = weights.of(layer)
+    audit.gains[layer.name] = layer_gains(layer, weight)
+    if not increments:
+        return
+    gain = gain_of(layer, weight)[0]
+
+    def rows() -> Any:
+        return (part.adapted - part.base for part in adapted_rows(layer, weight, gain))
+
+    blocks = Blocks(audit.ranks[-1].shape, rows)
+    audit.increments[layer.name] = largest_values(blocks, min(VALUES, layer.rank))
