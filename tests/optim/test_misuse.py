@@ -60,6 +60,22 @@ def test_a_learning_rate_of_zero_moves_nothing(cls: type, dtype: torch.dtype):
     assert all(torch.equal(a, plain(b)) for a, b in pairs)
 
 
+@pytest.mark.parametrize("why", ["not finite", "a rate of zero"])
+def test_int8_weights_that_do_not_move_keep_every_code(why: str):
+    """A code read back and divided again is off by the last bit of fp32: of millions, some flip."""
+    w = nn.Parameter(Int8Weight.of(0.02 * parameter(512, 2048).detach()))
+    rate = 0.01 if why == "not finite" else 0.0
+    optimizer = QGaLoreAdamW([w], rank=4, lr=rate, gap=100)
+    g = 1e-3 * parameter(512, 2048, seed=1).detach()
+    w.grad = g
+    optimizer.step()
+    before = w.codes.clone()
+    for _ in range(6):
+        w.grad = g * float("nan") if why == "not finite" else g
+        optimizer.step()
+    assert torch.equal(before, w.codes)
+
+
 def test_int8_weights_decay_as_asked():
     w = nn.Parameter(Int8Weight.of(0.05 + 0.02 * parameter(256, 256).detach()))
     before = plain(w).mean()

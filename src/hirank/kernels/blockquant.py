@@ -68,11 +68,12 @@ def quantize_affine(
 
 
 def requantize_affine(
-    x: Tensor, scale: Tensor, low: Tensor, noise: Tensor | None = None
+    x: Tensor, scale: Tensor, low: Tensor, noise: Tensor | None = None, codes: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `quantize_affine` in 8 bits, on the old grid of every block that still fits it.
 
-    A number that did not move is then a code exactly, and rounding is noise only for what moved.
+    A number that did not move is then a code but for the last bit of fp32, and rounding is noise
+    only for what moved. Given the old `codes`, it keeps its code exactly.
     On a grid that follows each change of a block's extremes, all 256 numbers would be rounded anew
     at every step. A block that does not fit gets a grid with room to move; so does one that fills
     less than half of its grid.
@@ -82,9 +83,14 @@ def requantize_affine(
     width, reach = most - least, scale * 255
     slack = scale / 256  # what reading a code back may err by, and far below half a step
     fits = (least >= low - slack) & (most <= low + reach + slack) & (2 * width >= reach)
-    low = torch.where(fits, low, least - ROOM * width)
-    scale = torch.where(fits, scale, (1 + 2 * ROOM) * width / 255)
-    return _codes(blocks, scale, low, 8, x.numel(), noise), scale, low
+    new_low = torch.where(fits, low, least - ROOM * width)
+    new_scale = torch.where(fits, scale, (1 + 2 * ROOM) * width / 255)
+    made = _codes(blocks, new_scale, new_low, 8, x.numel(), noise)
+    if codes is not None:
+        before = dequantize_affine(codes, scale, low, x.numel(), 8, torch.float32)
+        still = (x.reshape(-1) == before) & fits.repeat_interleave(BLOCK)[: x.numel()]
+        made = torch.where(still, codes, made)
+    return made, new_scale, new_low
 
 
 def _codes(

@@ -81,7 +81,8 @@ class Int8Weight(Tensor):
     def store(self, span: slice, value: Tensor, noise: Tensor | None) -> None:
         """Quantise flat `value` into a span that starts and ends with a block (or with the end)."""
         blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
-        codes, scale, low = requantize_affine(value, self.scale[blocks], self.low[blocks], noise)
+        old = self.codes[span], self.scale[blocks], self.low[blocks]
+        codes, scale, low = requantize_affine(value, old[1], old[2], noise, old[0])
         self.codes[span], self.scale[blocks], self.low[blocks] = codes, scale, low
 
     def __repr__(self) -> str:  # type: ignore[override]
