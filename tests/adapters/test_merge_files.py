@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM as Llama
 from hirank.adapters.base_files import BaseFolder
 from hirank.adapters.export import load_adapter
 from hirank.adapters.files import AdapterFolder
-from hirank.adapters.merge_files import Rounding, merge_matrix, plan_merge, write_merged
+from hirank.adapters.merge_files import merge_matrix, write_merged
+from hirank.adapters.merge_plan import Rounding, plan_merge
 from hirank.errors import HirankError
 
 pytestmark = pytest.mark.filterwarnings(

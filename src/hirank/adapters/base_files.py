@@ -20,7 +20,9 @@ from torch import Tensor
 
 from hirank.errors import HirankError
 
-__all__ = ["CONFIG", "DTYPES", "INDEX", "SINGLE", "BaseFolder", "Entry", "ShardWriter"]
+__all__ = [
+    "CONFIG", "DTYPES", "INDEX", "SINGLE", "BaseFolder", "Entry", "ShardWriter", "is_weights",
+]  # fmt: skip
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DTYPES = {
@@ -30,6 +32,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 """The format's names of dtypes."""
+WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -146,6 +149,11 @@ def _entries(path: Path) -> list[Entry]:
         raise HirankError(f"{path} cannot be read ({error}); fetch it again.") from None
     except KeyError as error:
         raise HirankError(f"{path} holds numbers of type {error}, which nobody knows.") from None
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a file of a model's folder holds weights, or says where they are."""
+    return path.suffix in WEIGHTS or path.name.endswith(".index.json")
 
 
 class ShardWriter:

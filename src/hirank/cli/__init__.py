@@ -8,7 +8,7 @@ together.
 import typer
 
 from hirank.bench.cli import mount as mount_bench
-from hirank.cli import audit, doctor, run, train
+from hirank.cli import audit, doctor, merge, run, train
 
 __all__ = ["app", "main", "version"]
 
@@ -24,6 +24,7 @@ doctor.mount(app)
 mount_bench(app)
 run.mount(app)
 audit.mount(app)
+merge.mount(app)
 
 
 def main() -> None:

@@ -1,0 +1,161 @@
+"""What rounding leaves of a merge: measured on every element while it is computed.
+
+    before  W, as the target dtype holds it         after   g (W + s B A), unrounded
+    stored  after, rounded                          error   (stored - before) - (after - W)
+
+A bf16 number has 8 bits, so an increment below a 512th of its weight is rounded away, and what is
+left of the others is off by up to as much. The weight looks fine; the training is gone.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hirank.adapters.merge import Block
+
+__all__ = ["DESTROYED", "LOSSY", "Fidelity", "FidelityMeter", "LayerFidelity", "Verdict"]
+
+Verdict = Literal["safe", "lossy", "destroyed"]
+LOSSY, DESTROYED = 0.1, 0.5
+"""RMS distortion from which a merge is lossy, and from which the training counts as destroyed. If
+every increment is rounded away it is 1."""
+
+
+@dataclass
+class _Sums:
+    """Of one layer, or of all; in fp64."""
+
+    elements: int = 0
+    weight: float = 0.0  # sum of squares
+    increment: float = 0.0
+    error: float = 0.0
+    largest_error: float = 0.0
+    changed: int = 0
+    swallowed: int = 0
+
+    def add(self, other: "_Sums") -> None:
+        for name in ("elements", "weight", "increment", "error", "changed", "swallowed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest_error = max(self.largest_error, other.largest_error)
+
+
+@dataclass(frozen=True)
+class LayerFidelity:
+    """One layer's merge. Shares and ratios are of 1."""
+
+    name: str
+    distortion: float
+    """RMS of the error over RMS of the increment."""
+    largest: float
+    """Largest error over RMS of the increment."""
+    swallowed: float
+    """Share of the elements with an increment that are stored as if they had none."""
+    change: float
+    """|increment| / |W|, Frobenius norms."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """A whole merge."""
+
+    dtype: str
+    total: LayerFidelity
+    layers: list[LayerFidelity]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of all layers together: their errors and increments add up."""
+        return _verdict(self.total.distortion)
+
+    @property
+    def worst(self) -> LayerFidelity:
+        return max(self.layers, key=lambda layer: layer.distortion)
+
+    @property
+    def advice(self) -> str:
+        """What to do about it, in one sentence."""
+        cost = f"{_percent(self.total.distortion)} RMS of what was trained"
+        kept = f"Rounding to {self.dtype} costs {cost}"
+        if self.verdict == "safe":
+            return f"{kept}: serve the merged model."
+        if self.verdict == "lossy":
+            return f"{kept}: serve the adapter unmerged, or merge with --dtype float32."
+        return (
+            f"Rounding to {self.dtype} ruins {cost}: serve the adapter unmerged, "
+            " merge with --dtype float32, or train with a larger scale or learning rate."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        words = {"verdict": self.verdict, "advice": self.advice, "dtype": self.dtype}
+        layers = [asdict(layer) | {"verdict": _verdict(layer.distortion)} for layer in self.layers]
+        return words | {"total": asdict(self.total), "layers": layers}
+
+
+@dataclass
+class FidelityMeter:
+    """Watches a merge, see `hirank.adapters.merge_files.Watch`."""
+
+    _sums: dict[str, _Sums] = field(default_factory=dict)
+    _dtype: str = ""
+
+    @torch.no_grad()
+    def __call__(self, name: str, block: Block, stored: Tensor) -> None:
+        increment = block.after - block.before
+        before = block.before.to(stored.dtype)
+        error = stored.to(increment.dtype) - before.to(increment.dtype)
+        error.sub_(increment)
+        changed = increment != 0
+        self._dtype = str(stored.dtype).removeprefix("torch.")
+        self._sums.setdefault(name, _Sums()).add(
+            _Sums(
+                increment.numel(),
+                _squares(block.before),
+                _squares(increment),
+                _squares(error),
+                float(error.abs().amax()) if error.numel() else 0.0,
+                int(changed.count_nonzero()),
+                int((changed & (stored == before)).count_nonzero()),
+            )
+        )
+
+    def result(self) -> Fidelity:
+        """What was seen so far."""
+        total = _Sums()
+        for sums in self._sums.values():
+            total.add(sums)
+        layers = [_layer(name, sums) for name, sums in self._sums.items()]
+        return Fidelity(self._dtype, _layer("all layers", total), layers)
+
+
+def _layer(name: str, sums: _Sums) -> LayerFidelity:
+    typical = math.sqrt(sums.increment / sums.elements) if sums.elements else 0.0
+    return LayerFidelity(
+        name,
+        _ratio(math.sqrt(sums.error), math.sqrt(sums.increment)),
+        _ratio(sums.largest_error, typical),
+        _ratio(sums.swallowed, sums.changed),
+        _ratio(math.sqrt(sums.increment), math.sqrt(sums.weight)),
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    """0 of nothing is 0; something of nothing is infinite."""
+    return part / whole if whole else (math.inf if part else 0.0)
+
+
+def _squares(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+
+
+def _verdict(distortion: float) -> Verdict:
+    if distortion >= DESTROYED:
+        return "destroyed"
+    return "lossy" if distortion >= LOSSY else "safe"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

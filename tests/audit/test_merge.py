@@ -1,0 +1,257 @@
+"""What a merge keeps, against brute force; and `hirank merge` as a user meets it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from helpers import chat_rows, save_tiny_model, write_jsonl
+from hirank.adapters.files import AdapterLayer
+from hirank.adapters.merge_files import merge_matrix
+from hirank.audit.merge import FidelityMeter
+from hirank.audit.served import Prompt, probe, served
+from hirank.cli import app
+
+
+def layer(scale: float, *, dora: bool = False, size: int = 96) -> AdapterLayer:
+    torch.manual_seed(0)
+    return AdapterLayer(
+        name="a",
+        kind="linear",
+        lora_A=torch.randn(4, size),
+        lora_B=torch.randn(size, 4),
+        magnitude=torch.rand(size) + 5 if dora else None,
+        bias=None,
+        alpha=4,
+        scale=scale,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dora", [True, False])
+@pytest.mark.parametrize("scale", [1e-1, 1e-3, 1e-5])
+def test_every_figure_is_that_of_brute_force(dtype: torch.dtype, dora: bool, scale: float):
+    adapter, weight = layer(scale, dora=dora), torch.randn(96, 96).to(dtype)
+    meter = FidelityMeter()
+    stored = merge_matrix(weight, adapter, dtype, watch=meter).double()
+    before = weight.double()
+    after = before + scale * adapter.lora_B.double() @ adapter.lora_A.double()
+    if adapter.magnitude is not None:
+        after *= (adapter.magnitude.double() / after.norm(dim=1))[:, None]
+    wanted, error = after - before, stored - after
+    found = meter.result().layers[0]
+    assert found.distortion == pytest.approx(float(error.norm() / wanted.norm()), rel=1e-3)
+    rms = float(wanted.square().mean().sqrt())
+    assert found.largest == pytest.approx(float(error.abs().max()) / rms, rel=1e-3)
+    assert found.change == pytest.approx(float(wanted.norm() / before.norm()), rel=1e-3)
+    swallowed = float((stored == before).double().mean())
+    assert found.swallowed == pytest.approx(swallowed, abs=1e-3)
+
+
+def test_the_verdict_follows_the_noise():
+    verdicts = {}
+    for scale in (1.0, 3e-3, 1e-5):
+        meter = FidelityMeter()
+        merge_matrix(torch.randn(96, 96).bfloat16(), layer(scale), torch.bfloat16, watch=meter)
+        verdicts[scale] = meter.result().verdict
+    assert verdicts == {1.0: "safe", 3e-3: "lossy", 1e-5: "destroyed"}
+
+
+def test_a_wider_dtype_keeps_what_bf16_loses():
+    weight, adapter = torch.randn(96, 96).bfloat16(), layer(1e-5)
+    meter = FidelityMeter()
+    merge_matrix(weight, adapter, torch.float32, watch=meter)
+    assert meter.result().verdict == "safe"
+    assert meter.result().total.swallowed < 0.01
+
+
+def test_layers_add_up():
+    meter = FidelityMeter()
+    for name, scale in (("a", 1.0), ("b", 1e-3)):
+        part = AdapterLayer(**vars(layer(scale)) | {"name": name})
+        merge_matrix(torch.randn(96, 96).bfloat16(), part, torch.bfloat16, watch=meter)
+    whole = meter.result()
+    assert [each.name for each in whole.layers] == ["a", "b"]
+    assert whole.worst.name == "b"
+    assert whole.layers[0].distortion < whole.total.distortion < whole.layers[1].distortion
+
+
+# A model, an adapter, and the command.
+
+
+def call(*words: object) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer, and an adapter that learnt a few rows of prompts by heart."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("merge")
+    save_tiny_model(folder / "base")
+    write_jsonl(folder / "prompts.jsonl", chat_rows(4))
+    model = AutoModelForCausalLM.from_pretrained(folder / "base").bfloat16()
+    model.save_pretrained(folder / "base")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    config = LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules="all-linear")
+    torch.manual_seed(0)
+    wrapped = get_peft_model(model.float(), config)
+    rows = [
+        tokenizer.apply_chat_template(row["messages"], return_dict=False) for row in chat_rows(4)
+    ]
+    optimizer = torch.optim.AdamW((p for p in wrapped.parameters() if p.requires_grad), lr=1e-2)
+    for _ in range(12):
+        loss = sum(wrapped(torch.tensor([ids]), labels=torch.tensor([ids])).loss for ids in rows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wrapped.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    wrapped.save_pretrained(folder / "adapter")
+    return folder
+
+
+def test_a_merge_is_written_judged_and_verified(trained: Path, tmp_path: Path):
+    out = tmp_path / "merged"
+    done = call("merge", trained / "adapter", "--out", out, "--check", trained / "prompts.jsonl")
+    assert done.exit_code == 0, done.output
+    assert "Verified: plain Transformers loads it" in done.output
+    assert "Good: the merge shifts" in done.output
+    report = json.loads((out / "merge.json").read_text())
+    assert report["check"]["good"] and report["check"]["gain"] > 0.1
+    assert report["verified"]["distance"] < 0.2
+    assert report["fidelity"]["verdict"] in ("safe", "lossy")
+
+
+def test_a_dry_run_writes_nothing_and_says_the_same(trained: Path, tmp_path: Path):
+    done = call("merge", trained / "adapter", "--dry-run", "--json")
+    report = json.loads(done.output)
+    assert (done.exit_code, report["out"]) == (0, None)
+    call("merge", trained / "adapter", "--out", tmp_path / "m")
+    assert json.loads((tmp_path / "m" / "merge.json").read_text())["fidelity"] == report["fidelity"]
+
+
+@pytest.fixture
+def weak(trained: Path, tmp_path: Path) -> Path:
+    """The adapter as it would be after next to no training."""
+    folder = tmp_path / "weak"
+    folder.mkdir()
+    tensors = load_file(trained / "adapter" / "adapter_model.safetensors")
+    base = load_file(trained / "base" / "model.safetensors")
+    for key in tensors:
+        if "lora_B" in key:
+            tensors[key] *= 1e-5
+        if "magnitude" in key:
+            name = key.removeprefix("base_model.model.").removesuffix(".lora_magnitude_vector")
+            tensors[key] = base[f"{name}.weight"].float().norm(dim=1) * (1 + 1e-6)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        (trained / "adapter" / "adapter_config.json").read_text()
+    )
+    return folder
+
+
+def test_a_merge_that_destroys_is_not_kept(weak: Path, tmp_path: Path):
+    done = call("merge", weak, "--out", tmp_path / "m")
+    assert done.exit_code == 1
+    assert done.output.startswith("DESTROYED: Rounding to bfloat16 ruins")
+    assert "Nothing was written." in done.output
+    assert not (tmp_path / "m").exists()
+    assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    forced = call("merge", weak, "--out", tmp_path / "m", "--force")
+    assert forced.exit_code == 1 and (tmp_path / "m" / "config.json").exists()
+    wide = call("merge", weak, "--out", tmp_path / "w", "--dtype", "float32")
+    assert wide.exit_code == 0 and wide.output.startswith("SAFE")
+
+
+def test_prompts_that_lose_their_gain_are_told(trained: Path, tmp_path: Path):
+    """A folder that is the base again has lost all of it."""
+    prompts = [Prompt(list(range(5, 20)), [True] * 15)]
+    found = served(trained / "base", trained / "adapter", trained / "base", prompts)
+    assert found.merged == pytest.approx(found.base)
+    assert found.distance == pytest.approx(1, rel=1e-5)
+    assert found.shift == pytest.approx(abs(found.gain))
+    assert not found.good
+    wanted = "gains nothing" if found.gain <= 0 else "Not good: the merge shifts 1e+02 %"
+    assert wanted in found.told
+
+
+def test_log_probabilities_are_those_of_the_formula(trained: Path):
+    from transformers import AutoModelForCausalLM
+
+    prompts = [Prompt([3, 9, 4, 7, 11], [True, False, False, True, True])]
+    found = served(trained / "base", trained / "adapter", trained / "base", prompts)
+    model = AutoModelForCausalLM.from_pretrained(trained / "base").float().eval()
+    with torch.no_grad():
+        chances = model(torch.tensor([[3, 9, 4, 7, 11]])).logits.double().softmax(-1)[0]
+    right = (math.log(chances[2, 7]) + math.log(chances[3, 11])) / 2
+    assert found.base == pytest.approx(right, rel=1e-4)
+    assert found.tokens == 2
+
+
+def test_the_probe_is_the_same_every_time():
+    assert probe(50) == probe(50)
+    assert all(0 <= token < 50 for prompt in probe(50) for token in prompt.input_ids)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "Give either --out FOLDER, or --dry-run"),
+        (["--out", "x", "--dry-run"], "Give either --out FOLDER, or --dry-run"),
+        (["--dry-run", "--check", "x"], "--check reads the merged folder"),
+        (["--dry-run", "--dtype", "int4"], "--dtype got 'int4': choose from bfloat16"),
+        (["--dry-run", "--base", "nobody/nothing"], "nobody/nothing is not on this machine"),
+        (["--dry-run", "--base", "/no/such"], "There is no model folder /no/such"),
+        (["--dry-run", "--trained-on", "nf3"], "'nf3': choose from nf4"),
+        (["--dry-run", "--stochastic", 1, "--dtype", "float16"], "is written as float16"),
+    ],
+)
+def test_bad_input_is_one_sentence(trained: Path, words: list[object], said: str):
+    done = call("merge", trained / "adapter", *words)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8"])
+def test_a_quantised_training_is_merged_into_what_it_saw(trained: Path, tmp_path: Path, kind: str):
+    """D33: the merged folder computes what the layers on the quantised base do."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from hirank.adapters.export import load_adapter
+
+    settings = (
+        {"load_in_8bit": True}
+        if kind == "int8"
+        else {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": kind.endswith("double"),
+            "bnb_4bit_compute_dtype": torch.float32,
+        }
+    )
+    quantised = AutoModelForCausalLM.from_pretrained(
+        trained / "base", quantization_config=BitsAndBytesConfig(**settings), dtype=torch.bfloat16
+    )
+    out = tmp_path / "merged"
+    wide = ("--dtype", "float32")
+    done = call("merge", trained / "adapter", "--out", out, "--trained-on", kind, *wide)
+    assert done.exit_code == 0, done.output
+    dense = quantised.dequantize(dtype=torch.bfloat16).float()
+    tokens = torch.tensor([probe(50)[0].input_ids])
+    with torch.no_grad():
+        wanted = load_adapter(dense, trained / "adapter").eval()(tokens).logits
+        found = AutoModelForCausalLM.from_pretrained(out).float().eval()(tokens).logits
+        other = tmp_path / "other"
+        call("merge", trained / "adapter", "--out", other, *wide)
+        plain = AutoModelForCausalLM.from_pretrained(other).float().eval()(tokens).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert (plain - wanted).norm() > 10 * (found - wanted).norm()
