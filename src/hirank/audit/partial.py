@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hirank.audit.spectrum import Spectrum
+from hirank.audit.spectrum import Spectrum, Triples
 
-__all__ = ["Blocks", "PartialSpectrum", "largest_values"]
+__all__ = ["Blocks", "PartialSpectrum", "largest_triples", "largest_values"]
 
 EXACT = 256
 """The smaller side up to which all values are computed."""
@@ -92,7 +92,8 @@ def largest_values(matrix: Blocks, count: int) -> PartialSpectrum:
         dense = torch.cat(list(matrix.read())).double()
         values = torch.linalg.svdvals(dense)
     else:
-        values = _sketched(matrix, min(size, count + max(8, count // 2)))[:count]
+        _, image = _range(matrix, count)
+        values = torch.linalg.svdvals(image.double())[:count]
     return PartialSpectrum(Spectrum(tuple(values.tolist())), energy, size)
 
 
@@ -103,15 +104,30 @@ def _held(matrix: Blocks) -> Blocks:
     return Blocks(matrix.shape, lambda: iter(blocks))
 
 
-def _sketched(matrix: Blocks, columns: int) -> Tensor:
+@torch.no_grad()
+def largest_triples(matrix: Blocks, count: int) -> Triples:
+    """The `count` largest singular triples of a matrix in blocks, found as its values are."""
+    matrix = _held(matrix)
+    size = min(matrix.shape)
+    if size <= max(EXACT, count):
+        dense = torch.cat(list(matrix.read())).double()
+        left, values, right = torch.linalg.svd(dense, full_matrices=False)
+        return Triples(left[:, :count], values[:count], right[:count])
+    Q, image = _range(matrix, count)
+    turn, values, right = torch.linalg.svd(image.double().T, full_matrices=False)
+    return Triples(Q.double() @ turn[:, :count], values[:count], right[:count])
+
+
+def _range(matrix: Blocks, count: int) -> tuple[Tensor, Tensor]:
+    """Q [N, l], near the span of the `count` largest left vectors, and D^T Q [K, l]."""
+    columns = min(*matrix.shape, count + max(8, count // 2))
     dice = torch.Generator().manual_seed(_SEED)
     X = torch.randn(matrix.shape[1], columns, generator=dice)
     Q = _orthogonal(_times(matrix, X))
     for _ in range(_POWER):
         X = _orthogonal(_transposed_times(matrix, Q))
         Q = _orthogonal(_times(matrix, X))
-    values: Tensor = torch.linalg.svdvals(_transposed_times(matrix, Q).double())
-    return values
+    return Q, _transposed_times(matrix, Q)
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
