@@ -12,12 +12,13 @@ import plotly.graph_objects as go
 import torch
 
 from hirank.audit.rank import LayerRank
-from hirank.audit.summary import Audit, Group, kind_of
+from hirank.audit.summary import VALUES, Audit, Group, kind_of
 from hirank.page.charts import BLUE, ORANGE, SERIES, Chart, empty_figure, line
 
 __all__ = ["audit_charts", "height"]
 
 BINS = 120
+LABEL = 32
 _ZONES = ((-(2.0**-9), 2.0**-8), (-(2.0**-12), 2.0**-11))
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -113,14 +114,14 @@ def _maps(audit: Audit) -> list[Chart | None]:
     return [
         _map(audit, "Effective rank", "over the rank", ".0%",
              lambda name: ranks[name].spectrum.effective_rank / ranks[name].rank),
-        _map(audit, "Size of s B A", "Frobenius norm", ".3g",
+        _map(audit, "Size of s B A", "Frobenius norm", ".2g",
              lambda name: ranks[name].spectrum.norm),
         _map(audit, "Step", "|g (W + s B A) - W| over |W|", ".2%",
              lambda name: _step(audit, name)),
         _map(audit, "Gain", "root mean square of g - 1", ".2%",
              lambda name: gains[name].deviation if name in gains and audit.dora else None),
         _map(audit, "Full increment", "what the best LoRA of its rank, 64 at most, misses", ".1%",
-             lambda name: _missed(audit, name)),
+             lambda name: _missed(audit, ranks[name])),
         _map(audit, "Merge distortion", "of the increment by rounding, relative", ".1%",
              audit.distortions.get),
     ]  # fmt: skip
@@ -131,9 +132,9 @@ def _step(audit: Audit, name: str) -> float | None:
     return found.step_norm / found.base_norm if found and found.base_norm else None
 
 
-def _missed(audit: Audit, name: str) -> float | None:
-    found = audit.increments.get(name)
-    return found.residual(len(found.known.values)) if found and found.energy else None
+def _missed(audit: Audit, layer: LayerRank) -> float | None:
+    found = audit.increments.get(layer.name)
+    return found.residual(min(VALUES, layer.rank)) if found and found.energy else None
 
 
 def _map(
@@ -150,7 +151,9 @@ def _map(
     figure = empty_figure("", "", "number of the layer" if len(columns) > 1 else "")
     figure.update_layout(hovermode="closest", height=None)
     figure.add_trace(_heat(cells, columns, rows, values, form))
-    figure.update_yaxes(autorange="reversed", rangemode="normal", tickformat=None, type="category")
+    figure.update_yaxes(
+        autorange="reversed", rangemode="normal", tickformat=None, type="category", showgrid=False
+    )
     figure.update_xaxes(type="category", showticklabels=len(columns) > 1)
     return Chart(title, note, figure, wide=True)
 
@@ -163,11 +166,11 @@ def _heat(
     return go.Heatmap(
         z=numbers,
         x=columns,
-        y=[_plain(row) for row in rows],
+        y=_labels(rows),
         text=[[_plain(name or "") for name in row] for row in cells],
         hovertemplate="%{text}<br>%{z:" + form + "}<extra></extra>",
         colorscale=[[0, "rgba(61,132,245,0.06)"], [1, "rgba(61,132,245,1)"]],
-        colorbar={"tickformat": form, "thickness": 10, "outlinewidth": 0},
+        colorbar={"tickformat": form.replace(".2", ".2~"), "thickness": 10, "outlinewidth": 0},
         hoverongaps=False,
         xgap=1,
         ygap=1,
@@ -177,6 +180,12 @@ def _heat(
 def _plain(name: str) -> str:
     """A name that Plotly shows as it is: it knows some tags in texts."""
     return html.escape(name, quote=False)
+
+
+def _labels(rows: list[str]) -> list[str]:
+    """Rows by their names, the ends of long ones where those still differ."""
+    short = [row if len(row) <= LABEL else f"…{row[1 - LABEL :]}" for row in rows]
+    return [_plain(row) for row in (short if len(set(short)) == len(rows) else rows)]
 
 
 def height(chart: Chart) -> int | None:

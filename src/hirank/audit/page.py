@@ -45,7 +45,8 @@ def _values(audit: Audit, charts: list[Chart]) -> dict[str, Any]:
         "subtitle": _subtitle(audit),
         "status": _status(audit),
         "notices": [],
-        "cards": _cards(audit),
+        "cards": [],  # verdicts come first
+        "numbers": _cards(audit),
         "verdicts": verdicts,
         "groups": [_group(group) for group in audit.groups()],
         "with_gains": bool(audit.gains),

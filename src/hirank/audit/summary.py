@@ -22,7 +22,7 @@ from hirank.audit.partial import Blocks, PartialSpectrum, largest_values
 from hirank.audit.rank import LayerRank, Suggestion, layer_rank, suggest
 from hirank.audit.verdicts import Verdict, gain_verdicts, rank_verdicts
 
-__all__ = ["Audit", "Group", "audit_adapter", "kind_of"]
+__all__ = ["VALUES", "Audit", "Group", "audit_adapter", "kind_of"]
 
 VALUES = 64
 """Singular values of the full increment that are computed."""
