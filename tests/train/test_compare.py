@@ -76,6 +76,12 @@ def test_a_gap_that_opens_is_overfitting(tmp_path: Path):
     assert "r4" not in found.reasons[0].text
 
 
+def test_a_held_out_loss_that_falls_is_no_overfitting_however_small_the_losses(tmp_path: Path):
+    slower = lambda step, loss: loss * (1 + step / STEPS)  # noqa: E731
+    falling = [run(tmp_path, r, 0, held_out=slower, half_life=30, noise=0.01) for r in (4, 64)]
+    assert compare(*falling).reasons[0].text.startswith("Data: neither")
+
+
 def test_held_out_data_of_another_kind_is_no_overfitting(tmp_path: Path):
     harder = lambda step, loss: 2 * loss  # noqa: E731
     runs = [run(tmp_path, r, f, held_out=harder) for r, f in ((4, 0.6), (64, 0.4))]
@@ -143,6 +149,12 @@ def test_too_short_or_no_run(tmp_path: Path):
         compare(short, run(tmp_path, 4))
     with pytest.raises(HirankError, match="give the folder of a run"):
         compare(tmp_path / "missing", short)
+
+
+def test_losses_of_zero_and_a_late_evaluation(tmp_path: Path):
+    late = lambda step, loss: loss if step > 130 else None  # noqa: E731
+    runs = [run(tmp_path, r, 0, held_out=late, half_life=0.1, noise=0) for r in (4, 64)]
+    assert compare(*runs).answer == "nothing"
 
 
 def test_the_command(tmp_path: Path):

@@ -143,14 +143,30 @@ def _learnt_by_heart(one: _Curves) -> str | None:
             f"overfits: its held-out loss was {best:.4g} at step {best_at} "
             f"and is {last:.4g} at step {last_at}"
         )
-    early_at, early = next(p for p in one.held_out if p[0] >= last_at / 4)
-    grown = (last / one.train_around(last_at)) / (early / one.train_around(early_at))
-    if grown > GAP:
+    early_at, grown = _gap_since_a_quarter(one)
+    if grown > GAP and _stalled(one):
         return (
             f"overfits: since step {early_at} its held-out loss has grown {grown:.2f} times "
-            "against the training loss"
+            "against the training loss, and it falls no more"
         )
     return None
+
+
+def _gap_since_a_quarter(one: _Curves) -> tuple[int, float]:
+    """Held-out over training loss at the end, against what it was then; that step."""
+    last_at, last = one.held_out[-1]
+    early_at, early = next(point for point in one.held_out if point[0] >= last_at / 4)
+    then, now = (
+        _share(loss, one.train_around(at)) for at, loss in ((early_at, early), (last_at, last))
+    )
+    return early_at, _share(now, then)
+
+
+def _stalled(one: _Curves) -> bool:
+    """Whether the last quarter has not lowered the held-out loss."""
+    last_at, last = one.held_out[-1]
+    before = (loss for at, loss in one.held_out if at <= 0.75 * last_at)
+    return last > (1 - GAIN) * min(before, default=math.inf)
 
 
 def _same_steps(low: _Curves, high: _Curves) -> Reason:
@@ -180,7 +196,7 @@ def _still_falling(low: _Curves, high: _Curves) -> Reason:
     quarter = len(losses) // 4
     before, last = losses[-2 * quarter : -quarter], losses[-quarter:]
     fall = fmean(before) - fmean(last)
-    share = fall / fmean(before)
+    share = _share(fall, fmean(before))
     if share > FALLING and fall > 2 * math.hypot(_error(before), _error(last)):
         text = (
             f"Optimiser: the training loss of {low.name} still fell by {percent_text(share)} over "
@@ -202,7 +218,7 @@ def _rank(low: _Curves, high: _Curves) -> Reason:
     if not (low.held_out and high.held_out):
         return Reason("rank", f"{text}; held-out losses were not logged.", True)
     one, other = (min(loss for _, loss in run.held_out) for run in (low, high))
-    saved = (one - other) / one
+    saved = _share(one - other, one)
     text += f", and its best held-out loss is {_less(saved)} ({one:.4g} and {other:.4g})"
     if saved <= GAIN:
         return Reason("data", f"{text}: it learns its rows, and nothing more from them.", True)
@@ -226,11 +242,16 @@ def _train_gain(low: _Curves, high: _Curves) -> tuple[float, float]:
     tail = shared[-max(2, len(shared) // 4) :]
     differences = [low.train[step] - high.train[step] for step in tail]
     level = fmean(low.train[step] for step in tail)
-    return fmean(differences) / level, _error(differences) / level
+    return _share(fmean(differences), level), _share(_error(differences), level)
 
 
 def _error(values: list[float]) -> float:
     return stdev(values) / math.sqrt(len(values))
+
+
+def _share(part: float, whole: float) -> float:
+    """0 of a loss that is 0: there is nothing to save."""
+    return part / whole if whole else 0.0
 
 
 def _less(share: float) -> str:
