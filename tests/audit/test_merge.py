@@ -121,7 +121,7 @@ def test_a_merge_is_written_judged_and_verified(trained: Path, tmp_path: Path):
     out = tmp_path / "merged"
     done = call("merge", trained / "adapter", "--out", out, "--check", trained / "prompts.jsonl")
     assert done.exit_code == 0, done.output
-    assert "Verified: plain Transformers loads it" in done.output
+    assert "Verified: it loads whole, and its logits are off by" in done.output
     assert "Good: the merge shifts" in done.output
     report = json.loads((out / "merge.json").read_text())
     assert report["check"]["good"] and report["check"]["gain"] > 0.1

@@ -21,11 +21,12 @@ from torch import Tensor
 from hirank.adapters.export import WEIGHTS_FILE, check_adapter
 from hirank.errors import HirankError
 
-__all__ = ["AdapterFolder", "AdapterLayer", "Kind"]
+__all__ = ["PREFIX", "AdapterFolder", "AdapterLayer", "Kind"]
 
 Kind = Literal["linear", "embedding", "conv"]
 
 PREFIX = "base_model.model."
+"""Of every key in PEFT's files."""
 # `.weight` behind a magnitude: as older PEFT wrote it.
 _PART = re.compile(
     r"(?P<layer>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|"

@@ -11,7 +11,7 @@ from hirank.adapters.few_bits import check_kind, quantised_layers
 from hirank.adapters.files import AdapterFolder, AdapterLayer
 from hirank.errors import HirankError
 
-__all__ = ["NEAREST", "MergePlan", "Rounding", "plan_merge"]
+__all__ = ["NEAREST", "MergePlan", "Rounding", "meta_model", "plan_merge"]
 
 
 class Rounding(NamedTuple):
@@ -98,7 +98,7 @@ class _Planner:
     ) -> None:
         self.base, self.adapter, self.rounding = base, adapter, rounding
         self.trained_on = trained_on
-        self.model = _meta_model(base)
+        self.model = meta_model(base)
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.layers: dict[str, str] = {}
         self.turned: set[str] = set()
@@ -232,7 +232,7 @@ def _floats(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def _meta_model(base: BaseFolder) -> Any:
+def meta_model(base: BaseFolder) -> Any:
     """The architecture without weights, its shared weights tied."""
     import transformers
 

@@ -1,4 +1,4 @@
-"""What a merged folder says, against the adapter that it was made from.
+"""What an exported folder says, against what it was made from: an adapter, or a whole model.
 
     base, unmerged, merged    log-probability of a token, mean over the scored tokens of all prompts
     gain     unmerged - base: what the training is worth on these prompts
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hirank.adapters.export import load_adapter
+from hirank.adapters.export import CONFIG_FILE, load_adapter
 from hirank.adapters.few_bits import as_trained, quantised_layers
 from hirank.errors import HirankError
 
@@ -93,15 +93,16 @@ class _Said(NamedTuple):
 
 def served(
     base: Path,
-    adapter: Path,
-    merged: Path,
+    source: Path,
+    export: Path,
     prompts: Sequence[Prompt],
     *,
     trained_on: str | None = None,
 ) -> Served:
     """Load the three one after another and let each score the prompts.
 
-    `trained_on` names the few bits that the base was held in beside the adapter, see
+    `source` is what was trained and `export` what was made of it; each may be an adapter of `base`
+    or a model. `trained_on` names the few bits that the base was held in beside the adapter, see
     `hirank.adapters.few_bits`.
 
     Raises:
@@ -110,13 +111,9 @@ def served(
     count = sum(sum(prompt.scored[1:]) for prompt in prompts)
     if not count:
         raise HirankError("The prompts hold no token to score: give them answers.")
-    model = load_adapter(_loaded(base, trained_on), adapter)
-    unmerged = _scores(model, prompts)
-    with model.disable_adapter():  # type: ignore[operator]
-        plain = _scores(model, prompts)
-    del model
-    gc.collect()
-    joined = _scores(_loaded(merged), prompts)
+    plain = _scores(_loaded(base, trained_on), prompts)
+    unmerged = _scores(_opened(source, base, trained_on), prompts)
+    joined = _scores(_opened(export, base, trained_on), prompts)
     pairs = list(zip(joined.means, unmerged.means, strict=True))
     return Served(
         prompts=len(prompts),
@@ -127,6 +124,14 @@ def served(
         shift=sum(abs(a - b) for a, b in pairs) / len(pairs),
         distance=_distance(joined, unmerged, plain),
     )
+
+
+def _opened(folder: Path, base: Path, trained_on: str | None) -> Any:
+    """A model, or the base with an adapter on it."""
+    gc.collect()  # the one before
+    if (folder / CONFIG_FILE).is_file():
+        return load_adapter(_loaded(base, trained_on), folder)
+    return _loaded(folder)
 
 
 def _loaded(folder: Path, trained_on: str | None = None) -> Any:

@@ -8,7 +8,7 @@ together.
 import typer
 
 from hirank.bench.cli import mount as mount_bench
-from hirank.cli import audit, doctor, merge, run, train
+from hirank.cli import audit, doctor, export, merge, run, train
 
 __all__ = ["app", "main", "version"]
 
@@ -25,6 +25,7 @@ mount_bench(app)
 run.mount(app)
 audit.mount(app)
 merge.mount(app)
+export.mount(app)
 
 
 def main() -> None:
