@@ -43,7 +43,7 @@ def test_rank_is_the_bottleneck(tmp_path: Path):
     found = compare(run(tmp_path, 64, floor=0.4), run(tmp_path, 4, floor=0.6))
     assert found.answer == "rank" and "r64" in found.advice
     assert [reason.about for reason in found.reasons] == ["data", "optimiser", "optimiser", "rank"]
-    assert "the training loss of r64 is 32" in str(found) and "Lower rank: r4" in str(found)
+    assert "the training loss of r64 is 32" in str(found) and "Lower rank:  r4" in str(found)
 
 
 def test_rank_is_not_the_bottleneck_however_noisy(tmp_path: Path):

@@ -74,7 +74,8 @@ class Setting:
 
     def __str__(self) -> str:
         method = (":rslora" if self.rslora else "") + (":dora" if self.dora else "")
-        return f"r{self.rank}a{_short(self.alpha)}{method}"
+        faster = f" (LoRA+ {_short(self.b_ratio)})" if self.b_ratio != 1 else ""
+        return f"r{self.rank}a{_short(self.alpha)}{method}{faster}"
 
 
 @dataclass(frozen=True)
@@ -168,13 +169,20 @@ def magnitude_share(setting: Setting, power: int) -> float:
 def told(advice: Advice, optimizer: str, *, lr: bool = True) -> str:
     """A table of both settings, and what to do in a sentence; `lr`: learning rates are known."""
     before, after = advice.before, advice.after
-    rows = [
-        ("setting", "scale", "first step", "learning rate that keeps it", "alpha that keeps it")
-    ]
     rate, alpha = _rate(advice, lr), "none" if advice.alpha is None else _short(advice.alpha)
-    rows.append((str(before), _short(before.scale), "1", _short(before.lr) if lr else "", ""))
-    rows.append((str(after), _short(after.scale), f"{advice.ratio:.3g}", rate, alpha))
-    return "\n".join([*_columns(rows), "", _sentence(advice, optimizer, rate)])
+    rows = [
+        HEADINGS,
+        (str(before), _short(before.scale), "1", _short(before.lr) if lr else "", ""),
+        (str(after), _short(after.scale), f"{advice.ratio:.3g}", rate, alpha),
+    ]
+    lines = [*_columns(rows), "", _sentence(advice, optimizer, rate)]
+    return "\n".join([*lines, *_about_magnitudes(after, optimizer)])
+
+
+def _about_magnitudes(setting: Setting, optimizer: str) -> list[str]:
+    share = magnitude_share(setting, power_of(optimizer))
+    said = f"Magnitudes make {share:.2g} of its square; alpha does not change their part."
+    return [said] if setting.dora else []
 
 
 def _rate(advice: Advice, known: bool) -> str:

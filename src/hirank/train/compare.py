@@ -64,7 +64,7 @@ class Comparison:
 
     def __str__(self) -> str:
         """The reasoning, line by line, and what to do."""
-        lines = [f"Lower rank: {self.low}. Higher rank: {self.high}."]
+        lines = [f"Lower rank:  {self.low}", f"Higher rank: {self.high}"]
         lines += [f"{n}. {reason.text}" for n, reason in enumerate(self.reasons, 1)]
         return "\n".join([*lines, self.advice])
 
@@ -86,7 +86,10 @@ class _Curves:
 
     @property
     def told(self) -> str:
-        return f"{self.name} ({self.run.run_dir})"
+        loss = self.train_around(max(self.train))
+        end = f"{self.name} ({self.run.run_dir}), training loss {loss:.3g}"
+        held_out = min((loss for _, loss in self.held_out), default=None)
+        return end if held_out is None else f"{end}, held-out {held_out:.3g} at best"
 
     def train_around(self, step: int) -> float:
         """Mean training loss of a tenth of the run, around `step`."""
@@ -187,7 +190,7 @@ def _same_steps(low: _Curves, high: _Curves) -> Reason:
             f"{low.name}: train {high.name} with learning rate {advice.lr:.4g}{alpha}."
         )
         return Reason("optimiser", text, True)
-    text = f"Optimiser: both take steps of the same size ({advice.ratio:.3g} times)."
+    text = "Optimiser: both start with steps of one size, and share their other settings."
     return Reason("optimiser", text, False)
 
 
