@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hirank.cli.common import console, told
-from hirank.cli.merge import local_folder
+from hirank.cli.common import FOUND, console, told
+from hirank.cli.merge import as_text, local_folder, merged
 from hirank.errors import HirankError
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ export = typer.Typer(no_args_is_help=True)
 
 def mount(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    app.add_typer(export, name="export", help="Make a LoRA of what was trained.")
+    app.add_typer(export, name="export", help="Bring what was trained into other forms.")
 
 
 @export.callback()
 def _export() -> None:
-    """Make a LoRA of what was trained. (A merged model: hirank merge.)"""
+    """Bring what was trained into other forms. (A merged model: hirank merge.)"""
 
 
 @export.command()
@@ -82,6 +82,32 @@ def _lora(
         source, folder, out, rank=rank, max_error=max_error, finish=finish if verify else None
     )
     return found, said[0] if said else None
+
+
+@export.command()
+@told
+def gguf(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A LoRA or DoRA folder.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write it; new.")],
+    base: Annotated[
+        str | None, typer.Option(help="The base model, if ADAPTER does not say where it is.")
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="Load it and compare its logits.")] = True,
+) -> None:
+    """Merge ADAPTER into a folder that llama.cpp converts to GGUF as it is."""
+    from hirank.audit.gguf_ready import conversion, need_convertible
+    from hirank.train.chat import base_of
+    from hirank.train.quiet import quiet, without_bars
+
+    with quiet(console()):
+        without_bars()
+        need_convertible(local_folder(base or base_of(adapter)))
+        options = (base, None, None, None, False)
+        report = merged(adapter, out, options, None, verify, force=False)
+    print(as_text(report))
+    if report["out"] is None:
+        raise typer.Exit(FOUND)
+    print(f"To convert it, in a checkout of llama.cpp: {conversion(out)}")
 
 
 ROWS = 5
