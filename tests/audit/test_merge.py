@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from helpers import chat_rows, save_tiny_model, write_jsonl
-from hirank.adapters.files import AdapterLayer
+from hirank.adapters.few_bits import as_trained
+from hirank.adapters.files import AdapterFolder, AdapterLayer
 from hirank.adapters.merge_files import merge_matrix
 from hirank.audit.merge import FidelityMeter
 from hirank.audit.served import Prompt, probe, served
@@ -255,3 +257,60 @@ def test_a_quantised_training_is_merged_into_what_it_saw(trained: Path, tmp_path
         plain = AutoModelForCausalLM.from_pretrained(other).float().eval()(tokens).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert (plain - wanted).norm() > 10 * (found - wanted).norm()
+
+
+def test_the_gap_to_weights_that_were_not_trained_on_is_told(trained: Path, tmp_path: Path):
+    """D33: the user may merge into the base's own weights, and hears what that changes."""
+    pytest.importorskip("bitsandbytes")
+    words = ("merge", trained / "adapter", "--dry-run", "--trained-on", "nf4", "--into-original")
+    gap = json.loads(call(*words, "--json").output)["gap"]
+    base = load_file(trained / "base" / "model.safetensors")
+    adapter = AdapterFolder(trained / "adapter")
+    apart, step, gaps = 0.0, 0.0, []
+    for part in adapter:
+        weight = base[f"{part.name}.weight"]
+        beside = as_trained(weight, "nf4").double()
+        delta = part.scale * part.B.double() @ part.A.double()
+        norms = [(w.double() + delta).norm(dim=1) for w in (weight, beside)]
+        gaps.append((norms[0] - norms[1]).abs() / norms[1])
+        assert part.magnitude is not None
+        gain = part.magnitude.double() / norms[1]
+        step += float((gain[:, None] * (beside + delta) - beside).square().sum())
+        apart += float((weight.double() - beside).square().sum())
+    assert gap["distance"] == pytest.approx((apart / step) ** 0.5, rel=1e-3)
+    assert gap["norms"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-3)
+    assert ("merge without --into-original" in gap["told"]) == (gap["norms"] > 0.01)
+    done = call(*words[:3], "--into-original")
+    assert "--into-original goes with --trained-on" in done.stderr
+
+
+def test_a_folder_for_gguf(trained: Path, tmp_path: Path):
+    words = ("export", "gguf", trained / "adapter", "--out", tmp_path / "gguf")
+    done = call(*words)
+    assert done.exit_code == 0, done.output
+    assert "Verified: it loads whole" in done.output
+    assert f"convert_hf_to_gguf.py {tmp_path / 'gguf'} --outfile" in done.output
+    assert (tmp_path / "gguf" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda base: (base / "tokenizer.json").unlink(), "which a GGUF file needs"),
+        (
+            lambda base: (base / "config.json").write_text(
+                (base / "config.json").read_text().replace('"llama"', '"whisper"')
+            ),
+            "a model of type 'whisper', which is not among",
+        ),
+    ],
+)
+def test_a_folder_that_gives_no_gguf_is_refused(
+    trained: Path, tmp_path: Path, change: Any, said: str
+):
+    shutil.copytree(trained / "base", tmp_path / "base")
+    change(tmp_path / "base")
+    words = ("export", "gguf", trained / "adapter", "--out", tmp_path / "gguf")
+    done = call(*words, "--base", tmp_path / "base")
+    assert done.exit_code == 2 and said in done.stderr
+    assert not (tmp_path / "gguf").exists()

@@ -26,7 +26,7 @@ from hirank.errors import HirankError
 from hirank.files import atomic_folder, need_new, need_space
 from hirank.kernels.blockquant import round_to_bf16
 
-__all__ = ["Watch", "base_tensor", "merge_matrix", "write_merged"]
+__all__ = ["Watch", "base_tensor", "merge_matrix", "trained_tensor", "write_merged"]
 
 Watch = Callable[[str, Block, Tensor], None]
 """Sees the name of a parameter, a block of it before and after, and that block as it is stored."""
@@ -101,12 +101,20 @@ def _tensor(plan: MergePlan, entry: Entry, watch: Watch | None) -> Tensor:
 
 
 def base_tensor(plan: MergePlan, key: str) -> Tensor:
-    """What the adapter was trained beside, as the base stores it."""
-    source = plan.sources.get(key, key)
-    tensor = plan.base.tensor(source)
-    if plan.trained_on is None or source not in plan.requantised:
+    """What is merged into, in the dtype that the base stores it in."""
+    return trained_tensor(plan, key) if plan.dequantised else _stored(plan, key)
+
+
+def trained_tensor(plan: MergePlan, key: str) -> Tensor:
+    """What the adapter was trained beside."""
+    tensor = _stored(plan, key)
+    if plan.trained_on is None or plan.sources.get(key, key) not in plan.requantised:
         return tensor
     return as_trained(tensor, plan.trained_on)
+
+
+def _stored(plan: MergePlan, key: str) -> Tensor:
+    return plan.base.tensor(plan.sources.get(key, key))
 
 
 def merge_matrix(

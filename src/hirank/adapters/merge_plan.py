@@ -47,6 +47,12 @@ class MergePlan:
     """Keys of weights that were held in few bits during training, see `trained_on`."""
     trained_on: str | None
     shards: dict[str, list[Entry]]
+    dequantised: bool = True
+    """Whether the weights trained on are merged into; False: those of the base's files."""
+
+    def into_original(self) -> "MergePlan":
+        """The same, merged into weights that the training did not see."""
+        return replace(self, dequantised=False)
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from hirank.adapters.merge_plan import MergePlan
 from hirank.audit.merge import FidelityMeter
 from hirank.audit.served import Prompt, served
 from hirank.audit.verify import verified
+from hirank.audit.weight_gap import weight_gap
 
 __all__ = ["REPORT", "merge_and_measure"]
 
@@ -41,7 +42,8 @@ def merge_and_measure(
 
     Returns:
         The report, for JSON: base, adapter, out (None if nothing was written), fidelity (see
-        `hirank.audit.merge.Fidelity`), verified and check (see `hirank.audit.served.Served`).
+        `hirank.audit.merge.Fidelity`), gap (see `hirank.audit.weight_gap`, of a merge into weights
+        that were not trained on), verified and check (see `hirank.audit.served.Served`).
 
     Raises:
         HirankError: see `plan_merge`, `write_merged` and `served`; nothing is left then.
@@ -54,6 +56,9 @@ def merge_and_measure(
         "stochastic_seed": plan.rounding.seed,
         "out": None if target is None else str(target),
     }
+
+    if not plan.dequantised:
+        report["gap"] = weight_gap(plan).as_dict()
 
     def finish(draft: Path) -> None:
         report["fidelity"] = meter.result().as_dict()

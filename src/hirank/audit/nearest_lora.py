@@ -187,7 +187,7 @@ def lora_of_model(
                 left_out.append(full)
     if not jobs:
         raise HirankError(f"{tuned} has the linears of {base}: there is nothing to export.")
-    settings = {"base_model_name_or_path": str(base), "task_type": "CAUSAL_LM"}
+    settings: dict[str, Any] = {"base_model_name_or_path": str(base), "task_type": "CAUSAL_LM"}
     settings |= {"fan_in_fan_out": all(_is_turned(model.get_submodule(j.name)) for j in jobs)}
     return _write(jobs, out, rank, max_error, settings, {}, left_out, tick, finish)
 

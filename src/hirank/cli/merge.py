@@ -15,9 +15,8 @@ from hirank.errors import HirankError
 if TYPE_CHECKING:
     from hirank.audit.served import Prompt
 
-__all__ = ["merge", "mount"]
+__all__ = ["as_text", "local_folder", "merge", "merged", "mount"]
 
-REPORT = "merge.json"
 Kinds = "nf4, nf4-double, fp4, fp4-double or int8"
 
 
@@ -54,6 +53,13 @@ def merge(
             help=f"Merge into the weights that a quantised training saw: {Kinds}.",
         ),
     ] = None,
+    into_original: Annotated[
+        bool,
+        typer.Option(
+            "--into-original",
+            help="With --trained-on: into the base's own weights; tells how far they are off.",
+        ),
+    ] = False,
     check: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Score these prompts before and after the merge."),
@@ -72,29 +78,30 @@ def merge(
         raise HirankError("Give either --out FOLDER, or --dry-run to write nothing.")
     if dry_run and check is not None:
         raise HirankError("--check reads the merged folder: give --out instead of --dry-run.")
+    if into_original and trained_on is None:
+        raise HirankError("--into-original goes with --trained-on: say what was trained on.")
     from hirank.train.quiet import quiet, without_bars
 
     with quiet(console()):
         without_bars()
-        report = _merge(adapter, out, base, dtype, stochastic, trained_on, check, verify, force)
-    print(json.dumps(report, indent=2) if json_ else _text(report))
+        plan_options = (base, dtype, stochastic, trained_on, into_original)
+        report = merged(adapter, out, plan_options, check, verify, force)
+    print(json.dumps(report, indent=2) if json_ else as_text(report))
     if report["fidelity"]["verdict"] == "destroyed" or not report.get("check", {}).get(
         "good", True
     ):
         raise typer.Exit(FOUND)
 
 
-def _merge(
+def merged(
     adapter_dir: Path,
     out: Path | None,
-    base: str | None,
-    dtype: str | None,
-    seed: int | None,
-    trained_on: str | None,
+    options: tuple[str | None, str | None, int | None, str | None, bool],
     check: Path | None,
     verify: bool,
     force: bool,
 ) -> dict[str, Any]:
+    """Do it; the report of `merge_and_measure`. `options`: those of the plan, in its order."""
     from hirank.adapters.base_files import BaseFolder
     from hirank.adapters.few_bits import dense_copy
     from hirank.adapters.files import AdapterFolder
@@ -102,6 +109,7 @@ def _merge(
     from hirank.audit.merge_run import merge_and_measure
     from hirank.train.chat import base_of
 
+    base, dtype, seed, trained_on, into_original = options
     adapter = AdapterFolder(adapter_dir)
     folder = local_folder(base or base_of(adapter_dir))
     prompts = _prompts(folder, check) if check is not None else None
@@ -111,6 +119,8 @@ def _merge(
         if "quantization_config" in opened.config:
             opened = dense_copy(folder, Path(place))
         plan = plan_merge(opened, adapter, rounding, trained_on=trained_on)
+        if into_original:
+            plan = plan.into_original()
         return merge_and_measure(plan, out, prompts=prompts, verify=verify, force=force)
 
 
@@ -160,14 +170,15 @@ def _prompts(base: Path, file: Path) -> list[Prompt]:
     return [Prompt(row["input_ids"], [label != -100 for label in row["labels"]]) for row in encoded]
 
 
-def _text(report: dict[str, Any]) -> str:
+def as_text(report: dict[str, Any]) -> str:
+    """The report, for the terminal."""
     fidelity = report["fidelity"]
     lines = [
         f"{fidelity['verdict'].upper()}: {fidelity['advice']}",
         "",
         *_table(fidelity),
         "",
-        *(report[part]["told"] for part in ("verified", "check") if part in report),
+        *(report[part]["told"] for part in ("gap", "verified", "check") if part in report),
         f"Written: {report['out']}" if report["out"] else "Nothing was written.",
     ]
     return "\n".join(lines)
