@@ -1,5 +1,6 @@
 """The figures of docs/claims.md, at sizes that take no time."""
 
+import inspect
 import math
 import re
 import sys
@@ -135,6 +136,44 @@ def test_bytes_of_a_gradient_and_its_bases():
     with torch.device("meta"):
         assert torch.empty(4096, 4096).nbytes == 67_108_864
         assert torch.empty(4096, 128).nbytes == 2_097_152
+
+
+def linears(hidden: int, ffn: int) -> list[tuple[int, int]]:
+    """(shorter side, longer side) of the matrices of a block without grouped queries."""
+    return [(hidden, hidden)] * 4 + [(hidden, ffn)] * 3
+
+
+def test_galore_of_a_7b_is_19_gb_before_anything_runs():
+    rank, layers, block, ends = 1024, 32, linears(4096, 11008), 2 * 32000 * 4096
+    norms = (2 * layers + 1) * 4096
+    weights = 2 * (layers * sum(m * n for m, n in block) + ends + norms)
+    bases = 2 * layers * sum(m * rank for m, _ in block)
+    moments = 2 * (layers * sum(n * rank for _, n in block) + ends)
+    assert weights / 1e9 == pytest.approx(13.48, abs=0.005)
+    assert (weights + bases + moments) / 1e9 == pytest.approx(19.1, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ffn", "layers", "rank", "printed", "rebuilt"),
+    [
+        (512, 1376, 8, 128, 0.13, 0.164),
+        (768, 2048, 12, 256, 0.28, 0.343),
+        (1024, 2736, 24, 256, 0.54, 0.653),
+        (2048, 5461, 24, 512, 1.78, 2.085),
+    ],
+)
+def test_galores_formula_does_not_give_galores_table(hidden, ffn, layers, rank, printed, rebuilt):
+    projected = layers * sum((m + 2 * n) * rank for m, n in linears(hidden, ffn))
+    whole = 2 * (2 * 32000 * hidden)  # two moments of embedding and head
+    assert 2 * (projected + whole) / 1e9 == pytest.approx(rebuilt, abs=1e-3)
+    assert 1.16 < rebuilt / printed < 1.27
+
+
+def test_estimate_memory_knows_the_size_alone():
+    estimate = pytest.importorskip("accelerate.commands.estimate").estimate_training_usage
+    asked = set(inspect.signature(estimate).parameters)
+    assert asked == {"bytes", "mixed_precision", "msamp_config"}
+    assert estimate(100, "float32") == dict(model=100, gradients=100, optimizer=200, step=400)
 
 
 def test_nf4_of_qwen_is_5_55_gb(experiments: ModuleType):
