@@ -2,7 +2,7 @@
 
     python benchmarks/audit.py --folder /tmp/adapter [--rank 384] [--threads 2]
 
-Writes an adapter of random numbers on all seven linears of Llama-3-8B's shape into FOLDER (3.6 GB
+Writes an adapter of random numbers on all seven linears of Llama-3-8B's shape into FOLDER (2.0 GB
 at rank 384, bf16; not made again if it is there), audits it in a process of its own as
 `hirank audit` does, and adds a line to benchmarks/results/DEVICE/audit.jsonl. Delete FOLDER after.
 """

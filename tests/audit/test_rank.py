@@ -96,3 +96,7 @@ def test_names_that_end_alike_keep_their_ranks():
     assert ranks["a.q"] == 2 and ranks["x.a.q"] == 16
     assert [ranks[f"h.{i}"] for i in (0, 1, 9, 10, 11)] == [16, 16, 16, 32, 32]
     assert len(found.rank_pattern) < len(layers) / 2
+    every = suggest(
+        [layer(f"h.{i}", FLAT) for i in range(3)] + [layer(f"x{i}", STEEP) for i in range(4)], {}
+    )
+    assert every.rank_pattern == {r"^h\.\d+": 32}

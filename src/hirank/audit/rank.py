@@ -165,11 +165,15 @@ def _commonest(values: Iterable[Number]) -> Number:
 
 def _patterns(chosen: dict[str, Number], default: Number) -> dict[str, Number]:
     """Keys PEFT matches against whole names, one for all layers that differ in one number only."""
+    counts = Counter(map(_numberless, chosen))
     alike: dict[tuple[str, Number], list[str]] = {}
     for name, value in chosen.items():
         if value != default:
             alike.setdefault((_numberless(name), value), []).append(name)
-    return {_key(names): value for (_, value), names in alike.items()}
+    return {
+        _key(names, every=counts[name] == len(names)): value
+        for (name, value), names in alike.items()
+    }
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -179,15 +183,16 @@ def _numberless(name: str) -> str:
     return _NUMBER.sub("#", name, count=1)
 
 
-def _key(names: Sequence[str]) -> str:
+def _key(names: Sequence[str], *, every: bool) -> str:
     """`^` keeps PEFT from taking a longer name that ends in this one for it."""
     if len(names) == 1:
         return f"^{re.escape(names[0])}"
-    numbers = [match[0] for name in names if (match := _NUMBER.search(name))]
+    found = [match[0] for name in names if (match := _NUMBER.search(name))]
+    numbers = r"\d+" if every else f"(?:{'|'.join(found)})"
     first = _NUMBER.search(names[0])
     assert first is not None  # names that are alike but not equal differ in their first number
     before, after = names[0][: first.start()], names[0][first.end() :]
-    return f"^{re.escape(before)}(?:{'|'.join(numbers)}){re.escape(after)}"
+    return f"^{re.escape(before)}{numbers}{re.escape(after)}"
 
 
 def all_ranks(

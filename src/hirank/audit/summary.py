@@ -21,6 +21,7 @@ from hirank.audit.increment import adapted_rows, gain_of
 from hirank.audit.partial import Blocks, PartialSpectrum, largest_values
 from hirank.audit.rank import LayerRank, Suggestion, layer_rank, suggest
 from hirank.audit.verdicts import Verdict, gain_verdicts, rank_verdicts
+from hirank.errors import HirankError
 
 __all__ = ["VALUES", "Audit", "Group", "audit_adapter", "kind_of"]
 
@@ -210,6 +211,11 @@ def audit_adapter(
         HirankError: files that cannot be read or do not match, numbers that are not finite.
     """
     folder = AdapterFolder(adapter)
+    if folder.settings.get("target_parameters"):
+        raise HirankError(
+            f"{adapter} adapts parameters (target_parameters), one product for each expert, which "
+            "hirank audit does not read: give an adapter of layers (target_modules)."
+        )
     weights = None if base is None else BaseWeights(BaseFolder(base), folder)
     audit = Audit(
         folder=adapter,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,7 +62,8 @@ def adapter(
     from hirank.audit.summary import audit_adapter
     from hirank.audit.table import adapter_lines
 
-    _check_out(out)
+    if out is not None or not json_:
+        _check_out(out or Path())
     with _watched() as tick:
         found = audit_adapter(adapter, base, increments=increment, tick=tick)
     if json_:
@@ -72,9 +74,13 @@ def adapter(
         _write_page(found, out or Path(), quietly=json_)
 
 
-def _check_out(out: Path | None) -> None:
-    if out is not None and not out.is_dir():
-        raise HirankError(f"{out} is no folder: make it first, or leave --out away.")
+def _check_out(folder: Path) -> None:
+    if not folder.is_dir():
+        raise HirankError(f"{folder} is no folder: make it first, or leave --out away.")
+    if not os.access(folder, os.W_OK):
+        raise HirankError(
+            f"{folder.resolve()} takes no audit.html: name another folder with --out."
+        )
 
 
 def _write_page(found: Any, folder: Path, *, quietly: bool) -> None:
