@@ -26,6 +26,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hirank.kernels._block_sizes import BLOCK, affine_bytes, power_bytes
+
 __all__ = [
     "BLOCK",
     "affine_bytes",
@@ -38,8 +40,6 @@ __all__ = [
     "round_to_bf16",
 ]
 
-BLOCK = 256
-"""Numbers that share a scale."""
 ROOM = 1 / 32
 """Share of a block's width that `requantize_affine` leaves at either end of a new grid."""
 
@@ -133,11 +133,6 @@ def _unpacked(packed: Tensor, n: int) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], 1).view(-1)[:n]
 
 
-def affine_bytes(n: int, bits: int) -> int:
-    """Bytes of `n` numbers: codes, and two fp32 numbers a block."""
-    return -(-n * bits // 8) + 8 * -(-n // BLOCK)
-
-
 # Power: moments.
 
 
@@ -167,11 +162,6 @@ def dequantize_power(codes: Tensor, absmax: Tensor, power: int) -> Tensor:
     n, short = codes.numel(), -codes.numel() % BLOCK
     whole = torch.nn.functional.pad(share, (0, short)) if short else share
     return (whole.view(-1, BLOCK) * absmax[:, None]).view(-1)[:n]
-
-
-def power_bytes(n: int) -> int:
-    """Bytes of `n` numbers: codes, and an fp32 number a block."""
-    return n + 4 * -(-n // BLOCK)
 
 
 # bfloat16.

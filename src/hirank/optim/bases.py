@@ -23,22 +23,21 @@ overlap is below `lazy`. After `lazy_patience` passes in a row the gap grows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hirank.kernels._products import product
-from hirank.kernels.blockquant import affine_bytes, dequantize_affine, quantize_affine
+from hirank.kernels.blockquant import dequantize_affine, quantize_affine
+from hirank.optim.costs import Layout, layout, matrix_shape
 from hirank.optim.dice import BASIS, ROTATION, dice
 from hirank.optim.hyper import Hyper
 
 __all__ = [
     "Basis",
     "Layout",
-    "cost",
     "due",
     "layout",
     "load",
@@ -52,41 +51,6 @@ State = dict[str, Any]
 
 _OVERSAMPLING, _POWER_STEPS = 10, 2
 _GOLDEN = (5**0.5 - 1) / 2
-
-
-# Which side.
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
-    """(out, rest) if both are at least 2: what can be projected; else None."""
-    if len(shape) < 2:
-        return None
-    rows, columns = shape[0], math.prod(shape[1:])
-    return (rows, columns) if min(rows, columns) >= 2 else None
-
-
-class Layout(NamedTuple):
-    """Which sides of an [m, n] gradient are projected, and to how many directions."""
-
-    m: int
-    n: int
-    left: bool
-    right: bool
-    rank: int
-
-    @property
-    def reduced(self) -> tuple[int, int]:
-        """The shape of R."""
-        return (self.rank if self.left else self.m, self.rank if self.right else self.n)
-
-
-def layout(shape: tuple[int, int], hyper: Hyper) -> Layout:
-    """Follows `hyper.sides`; the rank is at most the shorter side."""
-    m, n = shape
-    wide = m <= n
-    left = hyper.sides in ("left", "two") or hyper.sides == ("short" if wide else "long")
-    right = hyper.sides in ("right", "two") or hyper.sides == ("long" if wide else "short")
-    return Layout(m, n, left, right, min(hyper.rank or 0, m, n))
 
 
 # The basis as it is used.
@@ -167,14 +131,6 @@ def _put(state: State, key: str, basis: Tensor, hyper: Hyper) -> None:
         state[key] = basis.to(torch.bfloat16)
     elif hyper.basis_store == "fp32":
         state[key] = basis.contiguous()
-
-
-def cost(where: Layout, hyper: Hyper, wide: int = 4) -> int:
-    """Bytes of the stored bases; `wide` is 8 for fp64 weights."""
-    sizes = [where.m * where.rank] * where.left + [where.n * where.rank] * where.right
-    if hyper.basis_store == "int4":
-        return sum(affine_bytes(size, 4) for size in sizes)
-    return sum(sizes) * {"fp32": wide, "bf16": 2, "seed": 0}[hyper.basis_store]
 
 
 # When and how it is replaced.

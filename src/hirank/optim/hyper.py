@@ -46,8 +46,8 @@ class Hyper:
     """Multiplies the update, in effect the learning rate, but not weight decay."""
 
     sides: Sides = "short"
-    """short: project the shorter side (GaLore's Alg. 2). long, left (rows), right (columns): that
-    side. two: both sides."""
+    """short: project the shorter side (GaLore's Alg. 2; of a square matrix the right one, as
+    galore-torch does). long, left (rows), right (columns): that side. two: both sides."""
 
     rotate: bool = True
     """For two sides: turn one basis by a fixed random rotation. Without it P'GQ is diagonal after

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hirank.errors import HirankError
-from hirank.optim import rules, sharded, small
-from hirank.optim import state as moments
+from hirank.optim import costs, rules, sharded, small
 from hirank.optim.groups import groups_of, refuse, refuse_sparse, report_rank
 from hirank.optim.hyper import Hyper, fixed, hyper_of, read_options
 from hirank.optim.state import stored_bytes
@@ -257,13 +256,13 @@ class LowRankAdamW(torch.optim.Optimizer):
             hyper = hyper_of(group)
             for p in group["params"]:
                 shape = p.shape if rules.is_projected(p, hyper) else sharded.local(p).shape
-                total += rules.cost(tuple(shape), hyper, 8 if p.dtype == torch.float64 else 4)
+                total += costs.cost(tuple(shape), hyper, 8 if p.dtype == torch.float64 else 4)
         return total
 
     def adamw_8bit_cost(self) -> int:
         """Bytes of state that 8-bit AdamW would take for the same parameters: what to be below."""
         every = (sharded.local(p).numel() for group in self.param_groups for p in group["params"])
-        return sum(moments.cost(n, Hyper(state="int8")) for n in every)
+        return sum(costs.moments_cost(n, Hyper(state="int8")) for n in every)
 
     def gradient_cost(self, *, in_backward: bool = False) -> int:
         """Bytes of the gradients that exist at once, with one micro-batch a step.

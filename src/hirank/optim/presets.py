@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from hirank.optim.hyper import Hyper
 from hirank.optim.optimizer import LowRankAdamW
+from hirank.optim.published import PUBLISHED
 
 __all__ = ["Apollo", "ApolloMini", "Fira", "GaLoreAdamW", "QGaLoreAdamW"]
 
@@ -23,7 +24,7 @@ class GaLoreAdamW(LowRankAdamW):
     [m, n] weight, m the shorter side. Full rank is not AdamW: Adam acts in rotated coordinates.
     """
 
-    settings: ClassVar[Hyper] = Hyper()
+    settings: ClassVar[Hyper] = PUBLISHED["galore"]
 
 
 class QGaLoreAdamW(LowRankAdamW):
@@ -35,14 +36,7 @@ class QGaLoreAdamW(LowRankAdamW):
     place; `hirank.optim.weights` has what saving needs.
     """
 
-    settings: ClassVar[Hyper] = Hyper(
-        state="int8",
-        basis_store="int4",
-        weights="int8",
-        weight_rounding="stochastic",
-        lazy=0.4,
-        lazy_patience=5,
-    )
+    settings: ClassVar[Hyper] = PUBLISHED["qgalore"]
 
 
 class Fira(LowRankAdamW):
@@ -51,7 +45,7 @@ class Fira(LowRankAdamW):
     The paper's settings: GaLore's, and a limiter of 1.01 on the growth of the rest's norm.
     """
 
-    settings: ClassVar[Hyper] = Hyper(residual="fira", limiter=1.01)
+    settings: ClassVar[Hyper] = PUBLISHED["fira"]
 
 
 class Apollo(LowRankAdamW):
@@ -61,14 +55,7 @@ class Apollo(LowRankAdamW):
     stored, rank 256, scale 1, limiter 1.01.
     """
 
-    settings: ClassVar[Hyper] = Hyper(
-        rank=256,
-        scale=1.0,
-        basis="gaussian",
-        basis_store="seed",
-        scale_by="channel",
-        limiter=1.01,
-    )
+    settings: ClassVar[Hyper] = PUBLISHED["apollo"]
 
 
 class ApolloMini(LowRankAdamW):
@@ -77,11 +64,4 @@ class ApolloMini(LowRankAdamW):
     The paper's settings: as `Apollo`, with rank 1 and scale sqrt(128).
     """
 
-    settings: ClassVar[Hyper] = Hyper(
-        rank=1,
-        scale=128**0.5,
-        basis="gaussian",
-        basis_store="seed",
-        scale_by="tensor",
-        limiter=1.01,
-    )
+    settings: ClassVar[Hyper] = PUBLISHED["apollo-mini"]

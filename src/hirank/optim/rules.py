@@ -42,7 +42,6 @@ __all__ = [
     "adamw_step",
     "apply_reduced",
     "bounded",
-    "cost",
     "finite",
     "galore_adam_step",
     "generators",
@@ -339,17 +338,3 @@ def _contiguous(p: Tensor) -> Iterator[Tensor]:
 
 
 # Bytes.
-
-
-def cost(shape: tuple[int, ...], hyper: Hyper, wide: int = 4) -> int:
-    """Bytes of the state of a parameter of `shape`: moments, bases, and the limiter's one number.
-    Of a plain parameter's shard give the shard's shape.
-
-    `wide` is the size of the widest number kept: 4, or 8 for fp64 weights.
-    """
-    matrix = bases.matrix_shape(shape)
-    if hyper.rank is None or matrix is None:
-        return moments.cost(math.prod(shape), hyper, wide)
-    where = bases.layout(matrix, hyper)
-    kept = moments.cost(math.prod(where.reduced), hyper, wide) + bases.cost(where, hyper, wide)
-    return kept + (4 if hyper.limiter else 0)

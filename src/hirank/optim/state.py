@@ -24,19 +24,17 @@ from torch import Tensor
 from hirank.kernels.blockquant import (
     BLOCK,
     dequantize_power,
-    power_bytes,
     quantize_power,
     round_to_bf16,
 )
+from hirank.optim.costs import SMALL, kind_of
 from hirank.optim.hyper import Hyper
 
-__all__ = ["FIRST", "SECOND", "SMALL", "cost", "create", "read", "spans", "stored_bytes", "write"]
+__all__ = ["FIRST", "SECOND", "SMALL", "create", "read", "spans", "stored_bytes", "write"]
 
 State = dict[str, Any]
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
-SMALL = 4096
-"""Tensors with fewer numbers are not quantised."""
 SPAN = 2**22
 """Numbers worked on at a time."""
 
@@ -50,9 +48,9 @@ def spans(n: int) -> Iterator[slice]:
 def create(state: State, name: str, shape: Sequence[int], like: Tensor, hyper: Hyper) -> None:
     """Zeros of `shape` under `name`, on `like`'s device."""
     n, device = math.prod(shape), like.device
-    if _kind(n, hyper) != "int8":
+    if kind_of(n, hyper) != "int8":
         wide = torch.promote_types(like.dtype, torch.float32)
-        dtype = torch.bfloat16 if _kind(n, hyper) == "bf16" else wide
+        dtype = torch.bfloat16 if kind_of(n, hyper) == "bf16" else wide
         state[name] = torch.zeros(tuple(shape), dtype=dtype, device=device)
         return
     _create_codes(state, name, n, torch.int8 if name == FIRST else torch.uint8, device)
@@ -65,10 +63,6 @@ def _create_codes(
 ) -> None:
     state[f"{name}_codes"] = torch.zeros(n, dtype=dtype, device=device)
     state[f"{name}_absmax"] = torch.zeros(-(-n // BLOCK), device=device)
-
-
-def _kind(n: int, hyper: Hyper) -> str:
-    return "fp32" if n < SMALL else hyper.state
 
 
 def read(state: State, name: str, span: slice) -> Tensor:
@@ -124,14 +118,6 @@ def _encode(
     for key, new, part in (("codes", codes, span), ("absmax", absmax, _blocks(span))):
         kept = state[f"{name}_{key}"][part]
         kept.copy_(torch.where(ok, new, kept))
-
-
-def cost(n: int, hyper: Hyper, wide: int = 4) -> int:
-    """Bytes of both moments of `n` numbers; `wide` is 8 for fp64 weights."""
-    kind = _kind(n, hyper)
-    if kind != "int8":
-        return 2 * n * (wide if kind == "fp32" else 2)
-    return 2 * power_bytes(n) * (2 if hyper.rounding == "feedback" else 1)
 
 
 def stored_bytes(state: State) -> int:
