@@ -12,8 +12,8 @@ from hirank.audit.rank import ENERGY, LayerRank
 __all__ = ["Level", "Verdict", "gain_verdicts", "rank_verdicts"]
 
 Level = Literal["bad", "look", "good"]
-MOST = 0.5
-"""Of the layers: from here on a verdict is about the whole adapter."""
+MOST, FEW = 0.5, 0.05
+"""Of the layers: from MOST on a verdict is about the whole adapter, below FEW it is not given."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,19 @@ def rank_verdicts(layers: Sequence[LayerRank]) -> list[Verdict]:
                 "see with hirank doctor why nothing was learnt.",
             )
         ]
-    found = [make(by_use[use], count) for use, make in _MAKERS.items() if by_use[use]]
-    return found or [
-        Verdict(
-            "good",
-            "Rank fits",
-            f"In all {_layers(count)} the last ranks hold little, none is spare.",
-        )
+    found = [
+        make(by_use[use], count)
+        for use, make in _MAKERS.items()
+        if by_use[use] and (use == "untrained" or len(by_use[use]) >= FEW * count)
     ]
+    return found or [_fits(len(by_use["used"]), count)]
+
+
+def _fits(used: int, count: int) -> Verdict:
+    where = f"all {_layers(count)}" if used == count else f"{used:,} of {_layers(count)}"
+    return Verdict(
+        "good", "Rank fits", f"In {where} the last ranks hold little, and few are spare."
+    )
 
 
 def _untrained(layers: Sequence[LayerRank], count: int) -> Verdict:
