@@ -18,10 +18,12 @@ __all__ = [
     "Layout",
     "basis_cost",
     "cost",
+    "int8_weight_cost",
     "kind_of",
     "layout",
     "matrix_shape",
     "moments_cost",
+    "power_bytes",
 ]
 
 SMALL = 4096
@@ -102,3 +104,8 @@ def cost(shape: tuple[int, ...], hyper: Hyper, wide: int = 4) -> int:
     where = layout(matrix, hyper)
     kept = moments_cost(math.prod(where.reduced), hyper, wide) + basis_cost(where, hyper, wide)
     return kept + (4 if hyper.limiter else 0)
+
+
+def int8_weight_cost(n: int) -> int:
+    """Bytes of a weight of `n` numbers in int8."""
+    return affine_bytes(n, 8)

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from hirank.errors import HirankError
 from hirank.kernels.blockquant import (
     BLOCK,
-    affine_bytes,
     dequantize_affine,
     quantize_affine,
     requantize_affine,
     round_to_bf16,
 )
 from hirank.optim import sharded
+from hirank.optim.costs import int8_weight_cost
 
 __all__ = [
     "Int8Weight",
@@ -262,7 +262,7 @@ def int8_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def cost(n: int) -> int:
     """Bytes of a weight of `n` numbers in int8."""
-    return affine_bytes(n, 8)
+    return int8_weight_cost(n)
 
 
 # Moving weights.

@@ -72,7 +72,7 @@ class Matrix:
     name: str
     out: int
     inp: int
-    """1 for a vector."""
+    """1 for a vector; of experts in one tensor, the numbers of one expert."""
     count: int = 1
     """How many there are: usually one a block."""
     kind: str = "linear"
@@ -164,8 +164,8 @@ class Shape:
             return
         n, e, h, i = self.layers, self.experts, self.hidden, self.expert_size
         yield Matrix("router", e, h, n, "router")
-        yield Matrix("experts.gate_up_proj", 2 * i * e, h, n, "expert")
-        yield Matrix("experts.down_proj", h * e, i, n, "expert")
+        yield Matrix("experts.gate_up_proj", e, 2 * i * h, n, "expert")
+        yield Matrix("experts.down_proj", e, h * i, n, "expert")
 
     def _biases(self) -> Iterator[Matrix]:
         n, h = self.layers, self.hidden

@@ -1,0 +1,186 @@
+"""The closed form: a ledger from formulas, in milliseconds and without torch.
+
+    static           weights, adapters, optimiser state; gradients too if they accumulate
+    forward end      static, what all blocks keep, the loss's own tensors
+    loss backward    the same at the loss's worst moment, and the head's gradient
+    block backward   the last block, the first one, or the embedding: whichever is most
+    optimizer step   static, all gradients, what a step makes on its way
+
+A block's backward pass needs, beside what others keep, its own kept tensors (computed again under
+checkpointing) and `block_extra`. Going back, activations fall and gradients rise, both linearly, so
+that the worst is at one of the ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hirank.plan import spread
+from hirank.plan.block import Part, block_extra, block_input, kept_parts
+from hirank.plan.head import eval_part, final_part, head_gradient, loss_parts
+from hirank.plan.inventory import Shape
+from hirank.plan.ledger import Ledger, Term, ledger_of
+from hirank.plan.notes import notes_of
+from hirank.plan.setting import Setting
+from hirank.plan.states import (
+    adapter_parts,
+    gradient_parts,
+    optimizer_parts,
+    step_parts,
+    weight_parts,
+)
+from hirank.plan.targets import stream_bytes, trained_bytes
+
+__all__ = ["closed_form"]
+
+ALWAYS = (
+    "forward end",
+    "loss backward",
+    "block backward",
+    "optimizer step",
+    "refresh step",
+    "evaluation",
+    "save",
+)
+PASS = ("forward end", "loss backward", "block backward")
+
+
+def closed_form(setting: Setting, shape: Shape) -> Ledger:
+    """The ledger of a setting on a model of this shape.
+
+    Raises:
+        HirankError: the targets fit no layer.
+    """
+    terms = [
+        *_static(setting, shape),
+        *_activations(setting, shape),
+        *_backward(setting, shape),
+        *_steps(setting, shape),
+    ]
+    return ledger_of(terms, notes_of(setting, shape))
+
+
+def _term(kind: str, phases: Iterable[str], part: Part, setting: Setting) -> Term:
+    """One summand of one GPU."""
+    parts = spread.parts_of(setting, kind)
+    text = part.formula if parts == 1 else f"({part.formula}) / {parts} GPUs"
+    return Term(kind, tuple(phases), -(-part.size // parts), text)
+
+
+def _static(s: Setting, m: Shape) -> Iterator[Term]:
+    for kind, part in weight_parts(s, m):
+        yield _term(kind, ("load", *ALWAYS), part, s)
+    for kind, part in adapter_parts(s, m):
+        yield _term(kind, ALWAYS, part, s)
+    yield _term("optimizer state", ALWAYS, optimizer_parts(s, m), s)
+    yield _term("optimizer state", ALWAYS, spread.master_copy(s, m), s)
+    yield _term("communication buffers", ALWAYS, spread.buffers(s, m), s)
+
+
+def _held_before(s: Setting) -> bool:
+    """Whether gradients of earlier passes are there when the last one begins."""
+    return s.accumulation > 1 and not s.step_in_backward
+
+
+# Forward.
+
+
+def _activations(s: Setting, m: Shape) -> Iterator[Term]:
+    first = ("forward end", "loss backward")
+    for part in _kept_of_all(s, m):
+        yield _term("activations kept", first, part, s)
+    yield _term("activations kept", first, final_part(s, m), s)
+    forward, backward = loss_parts(s, m)
+    yield _term("logits and loss", first[:1], forward, s)
+    yield _term("logits and loss", first[1:], backward, s)
+    if _held_before(s):
+        yield _term("gradients", first, gradient_parts(s, m), s)
+    else:
+        yield _term("gradients", first[1:], head_gradient(s, m), s)
+    if s.checkpointing and s.autocast and trained_bytes(s) == 4 and not s.is_adapter:
+        copies = sum(x.size for x in m.linears)
+        part = Part(2 * copies, f"autocast's copies of all linears: {copies:,} x 2 bytes")
+        yield _term("method temporaries", first[:1], part, s)
+    if s.eval_batch:
+        yield _term("activations kept", ("evaluation",), eval_part(s, m), s)
+
+
+def _kept_of_all(s: Setting, m: Shape) -> list[Part]:
+    each = [block_input(s, m)] if s.checkpointing else kept_parts(s, m)
+    return [Part(x.size * m.layers, f"{m.layers} blocks, {x.formula}") for x in each]
+
+
+# Backward.
+
+
+def _backward(s: Setting, m: Shape) -> list[Term]:
+    """Terms of the worst moment."""
+    moments = [_last_block(s, m), _first_block(s, m), _embedding(s, m)]
+    return max(moments, key=lambda terms: sum(term.size for term in terms))
+
+
+def _last_block(s: Setting, m: Shape) -> list[Term]:
+    phase = ("block backward",)
+    terms = [_term("activations kept", phase, x, s) for x in _kept_of_all(s, m)]
+    if _held_before(s):
+        terms.append(_term("gradients", phase, gradient_parts(s, m), s))
+    elif not s.is_adapter and not s.step_in_backward:
+        numbers = m.vocabulary * m.hidden + (m.block_parameters if not s.checkpointing else 0)
+        part = Part(numbers * trained_bytes(s), f"the first gradients: {numbers:,} numbers")
+        terms.append(_term("gradients", phase, part, s))
+    return terms + _one_block(s, m)
+
+
+def _first_block(s: Setting, m: Shape) -> list[Term]:
+    phase = ("block backward",)
+    kept = [block_input(s, m)] if s.checkpointing else kept_parts(s, m)
+    terms = [_term("activations kept", phase, x, s) for x in kept]
+    return [*terms, _term("gradients", phase, _of_blocks(s, m), s), *_one_block(s, m)]
+
+
+def _of_blocks(s: Setting, m: Shape) -> Part:
+    """All gradients but that of an embedding of its own, which comes last."""
+    every = gradient_parts(s, m)
+    if s.is_adapter or s.step_in_backward or m.tied or _held_before(s):
+        return every
+    last = m.vocabulary * m.hidden * trained_bytes(s)
+    return Part(every.size - last, f"{every.formula}, less the embedding's {last:,}")
+
+
+def _one_block(s: Setting, m: Shape) -> list[Term]:
+    """A block at its worst: computed again, and at work on its gradients."""
+    phase = ("block backward",)
+    terms = [_term(kind, phase, part, s) for kind, part in block_extra(s, m)]
+    stream = s.tokens * m.hidden * stream_bytes(s)
+    terms.append(_term("activations kept", phase, Part(stream, "the gradient of the stream"), s))
+    if not s.checkpointing:
+        return terms
+    again = [_term("recomputation peak", phase, part, s) for part in kept_parts(s, m)]
+    if stream_bytes(s) == 4:  # the block's input is what its first norm keeps
+        twice = Part(-stream, "the input, which is there already")
+        again.append(_term("recomputation peak", phase, twice, s))
+    return terms + again
+
+
+def _embedding(s: Setting, m: Shape) -> list[Term]:
+    """The gradient of an embedding is as large as itself, and added to the head's if tied."""
+    phase = ("block backward",)
+    terms = [_term("gradients", phase, gradient_parts(s, m), s)]
+    if not s.is_adapter and (m.tied or s.accumulation > 1):
+        numbers = m.vocabulary * m.hidden
+        part = Part(numbers * trained_bytes(s), f"the embedding's, to be added: {numbers:,}")
+        terms.append(_term("gradients", phase, part, s))
+    return terms
+
+
+# Steps.
+
+
+def _steps(s: Setting, m: Shape) -> Iterator[Term]:
+    usual, refresh = step_parts(s, m)
+    yield _term("method temporaries", ("optimizer step",), usual, s)
+    phases = ("optimizer step",)
+    if s.is_low_rank:
+        yield _term("method temporaries", ("refresh step",), refresh, s)
+        phases = ("optimizer step", "refresh step")
+    yield _term("gradients", phases, gradient_parts(s, m), s)
