@@ -1,5 +1,6 @@
 """Case D17: dropout with a second base GEMM, as in PEFT, or with a single one. What each means."""
 
+import copy
 from dataclasses import dataclass, replace
 
 import pytest
@@ -7,6 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import hirank
+from adapters.layer_kinds import Holder
+from adapters.quantised_bases import base, inputs
+from adapters.setups import Lin, layer_of, perturb, stock
 from hirank.adapters.layers import Adapter, composed_forward, owned_forward
 from hirank.kernels.dora_norm import dora_gain
 from hirank.testing import (
@@ -237,3 +242,61 @@ def test_compiles_as_one_graph(single_gemm):
     compiled = torch.compile(layer.__call__, fullgraph=True, backend="aot_eager")
     got = outputs_and_gradients(compiled, layer.case.leaves())
     torch.testing.assert_close(got, expected)
+
+
+# In a model: when PEFT drops, we do.
+
+
+def _conv():
+    return Holder(nn.Conv2d(4, 6, 3, padding=1)), torch.randn(2, 4, 6, 6)
+
+
+MODELS = {
+    "linear": lambda: (Lin(24, 16), torch.randn(7, 24)),
+    "conv": _conv,
+    "nf4": lambda: (base("nf4"), inputs(7, 128)),
+}
+
+
+@pytest.mark.parametrize("modes", [(False, True), (True, False), (False, False)], ids=str)
+@pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_modes_of_layer_and_dropout_count_as_in_peft(kind, dora, modes):
+    """Monte Carlo dropout: the dropout modules train, the layer does not."""
+    layer, dropout = modes
+    torch.manual_seed(0)
+    made, x = MODELS[kind]()
+    model = perturb(stock(made, use_dora=dora, lora_dropout=0.4))
+    ours = hirank.accelerate(copy.deepcopy(model))
+    found = []
+    for each in (model, ours):
+        outputs = []
+        for order in ((False, False), (layer, dropout)):  # what is kept of a route must not stay
+            each.train(order[0])
+            for module in each.modules():
+                if type(module) is nn.Dropout:
+                    module.train(order[1])
+            torch.manual_seed(1)
+            outputs.append(each(x))
+        found.append(outputs)
+    for theirs, mine in zip(*found, strict=True):
+        assert relative_rms(mine.detach(), theirs.detach()) < 2e-6
+    dropped = dropout and (not dora or layer)
+    assert torch.equal(*found[1]) is not dropped or (layer and dora)
+
+
+@pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_hooks_on_a_dropout_run(kind, dora):
+    """PEFT calls LoRA's even where it drops nothing; so the layer is left to it, and says so."""
+    made, x = MODELS[kind]()
+    model = hirank.accelerate(perturb(stock(made, use_dora=dora)))
+    before, calls = model(x), []
+    handle = (
+        layer_of(model).lora_dropout["default"].register_forward_hook(lambda *_: calls.append(1))
+    )
+    assert relative_rms(model(x).detach(), before.detach()) < 2e-6
+    assert len(calls) == (0 if dora else 1)
+    assert "the dropout of adapter 'default' has hooks" in str(hirank.explain(model))
+    handle.remove()
+    assert torch.equal(model(x), before)

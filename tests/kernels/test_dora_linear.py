@@ -13,6 +13,7 @@ from hirank.testing import (
     assert_within_budget,
     outputs_and_gradients,
     plain_dora_linear,
+    relative_rms,
 )
 from recorder import SavedBytes
 
@@ -62,6 +63,23 @@ def test_output_and_gradients_within_budget(shape, dtype, bias, dora):
 def test_scale_zero(dtype):
     got = check(LinearCase.make((5, 24, 16, 3), scale=0.0), dtype)
     assert not got["dlora_A"].any() and not got["dlora_B"].any()
+
+
+@pytest.mark.parametrize("scale", [2048.0, -3000.0, 9.0])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_large_scale_does_not_overflow_fp16(dora, scale):
+    """s x A^T is past 65504 where s x A^T B^T is not: s may not meet the hidden rows alone."""
+    case = LinearCase.make((9, 48, 256, 4), dora=dora, scale=scale)
+    case.x.mul_(40)
+    for small in (case.lora_B, *([case.magnitude] if dora else [])):
+        small.mul_(0.1)
+    assert abs(scale) < 10 or (scale * case.x @ case.lora_A.T).abs().max() > 65504
+    rounded = case.to(torch.float16, DEVICE)
+    got, truth = results(ours, rounded), results(plain_dora_linear, rounded.to(torch.float64))
+    for name, exact in truth.items():
+        if exact.abs().max() < 65504:  # else the result itself has no place in fp16
+            assert relative_rms(got[name], exact) < 2.0**-9, name
+    assert truth["out"].abs().max() < 65504
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from hirank.kernels.dora_norm import row_norm
-from hirank.kernels.grouped_norm import grouped_norm
+from hirank.kernels.grouped_norm import grouped_norm, grouped_norm_op
 from hirank.testing import FLOATS, relative_rms
+from recorder import OpLog
 
 SIZES = [  # N, K, R, G
     (8, 18, 4, 2),
@@ -65,6 +66,26 @@ def test_ranks_that_cancel_among_themselves(chunk_bytes):
     truth = dense(weight.double(), A.double(), B.double(), 2.0, 2)
     norm = grouped_norm(weight, A, B, scale=2.0, groups=2, chunk_bytes=chunk_bytes)
     torch.testing.assert_close(norm.double(), truth, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_what_a_graph_records_does_without_a_look_at_values(size):
+    weight, A, B = make(size, torch.float32)
+    truth = dense(weight.double(), A.double(), B.double(), 1.5, size[-1])
+    with OpLog() as log:
+        norm = grouped_norm(weight, A, B, scale=1.5, groups=size[-1], look=False)
+    assert not {"aten::nonzero", "aten::item", "aten::_local_scalar_dense"} & {
+        op.name for op in log.ops
+    }
+    assert relative_rms(norm, truth) < ERROR[torch.float32]
+
+
+def test_the_op_is_sound_and_stays_whole_in_a_graph():
+    weight, A, B = make((8, 18, 4, 2), torch.float32)
+    torch.library.opcheck(grouped_norm_op, (weight, A, B, 1.5, 2))
+    compiled = torch.compile(grouped_norm_op, backend="eager", fullgraph=True)
+    expected = grouped_norm(weight, A, B, scale=1.5, groups=2)
+    assert torch.equal(compiled(weight, A, B, 1.5, 2), expected)
 
 
 @pytest.mark.parametrize("scale", [0.0, 3.0])

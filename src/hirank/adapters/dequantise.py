@@ -37,6 +37,7 @@ from hirank.kernels.dora_norm import CHUNK_BYTES, row_square_sum
 
 __all__ = ["Kind", "Packed", "is_registered", "kind_of", "register_quantised_linear"]
 
+
 class Kind(NamedTuple):
     """What is known about one class of quantised linear."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hirank.adapters.capture import capturing
 from hirank.adapters.gain import NormCache
-from hirank.kernels.grouped_norm import grouped_norm
+from hirank.kernels.grouped_norm import grouped_norm, grouped_norm_op
 
 __all__ = ["GroupedNormCache", "GroupedNorms"]
 
@@ -24,7 +24,8 @@ class GroupedNorms:
     ) -> Tensor:
         """As `grouped_norm`, for A and B as cast to `dtype`."""
         A, B = lora_A.detach().to(dtype), lora_B.detach().to(dtype)
-        return grouped_norm(weight.detach(), A, B, scale=scale, groups=self.groups)
+        found: Tensor = grouped_norm_op(weight.detach(), A, B, scale, self.groups)
+        return found
 
 
 class _Kept(NamedTuple):
@@ -65,7 +66,8 @@ class GroupedNormCache(NormCache):
         if weight.is_meta or lora_A.is_meta:
             return torch.empty(weight.shape[0], device="meta")
         if weight.is_cuda and capturing():  # a graph cannot compare, so it computes each time
-            return GroupedNorms(self.groups).norm(weight, lora_A, lora_B, scale, dtype)
+            A, B = lora_A.to(dtype), lora_B.to(dtype)
+            return grouped_norm(weight, A, B, scale=scale, groups=self.groups, look=False)
         kept = self._kept.get(dtype)
         tensors = (weight, lora_A, lora_B)
         mark = (scale, *[(t.shape, t.dtype, t.device) for t in tensors])

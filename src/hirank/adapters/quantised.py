@@ -29,6 +29,7 @@ from hirank.kernels.dora_linear import (
     dora_linear_fwd_ref,
     gain_pass_for,
     join_,
+    low_rank,
 )
 
 __all__ = ["QuantisedAdapter", "composed_quantised", "owned_quantised"]
@@ -150,8 +151,7 @@ def _forward(
         return dora_linear_fwd_ref(*operands)
     u = packed.output(x)
     A, B = lora_A.to(x.dtype), lora_B.to(x.dtype)
-    h = x.new_empty(x.numel() // max(x.shape[-1], 1), A.shape[0])
-    h.addmm_(x.reshape(-1, x.shape[-1]), A.t(), beta=0, alpha=scale)
+    h, B = low_rank(x.reshape(-1, x.shape[-1]), A, B, scale)
     return join_(u, h, B, magnitude, norm, bias, gain_pass), h
 
 

@@ -20,11 +20,14 @@ Shapes     x [M, K]; weight [N, K]; lora_A [R, K]; lora_B [N, R]; magnitude, nor
            h [M, R]; tB [M, R]; y [M, N].   M tokens, K in features, N out features, R rank.
 Precision  x and weight share the compute dtype; A and B are cast to it; magnitude and norm are
            fp32 and so are g and the sums of dm. GEMMs round to the compute dtype, the gain pass
-           widens and rounds once.
+           widens and rounds once. In fp16 a large s could make h overflow: a power of two of it
+           goes on B instead, see `low_rank`. Where b is large beside v, a large |g| loses
+           |g| |b| roundings, as u holds b before g meets it.
 Saves      x and h, as LoRA does, and (for dm) the output y; the weights by reference.
 Paper      DoRA, arXiv 2402.09353, eq. 5; section 4.3: the norm is a constant for autograd.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +45,7 @@ from hirank.kernels.joined_gemm import joined_gemm
 __all__ = ["DoraLinearGrads", "compute_dtype", "dora_linear"]
 __all__ += ["GainPass", "dora_linear_bwd_ref", "dora_linear_fwd_ref", "fitted", "owned_linear"]
 __all__ += ["Weights", "activations", "differentiable_grads", "gain_pass_for", "join_"]
+__all__ += ["low_rank"]
 
 
 class DoraLinearGrads(NamedTuple):
@@ -68,7 +72,7 @@ def dora_linear_fwd_ref(
     """y [..., N] and h = s x A^T [M, R]. Without magnitude: plain LoRA."""
     A, B = operands(lora_A, lora_B, x.dtype)
     rows = _rows(x)
-    h = _scaled_product(rows, A.t(), scale)
+    h, B = low_rank(rows, A, B, scale)
     tile = gain_pass.tile(rows, weight, B, by_column=True)
     if tile is not None:
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
@@ -78,6 +82,25 @@ def dora_linear_fwd_ref(
         )  # fmt: skip
         return y, h
     return join_(F.linear(x, weight, bias), h, B, magnitude, norm, bias, gain_pass), h
+
+
+def low_rank(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """h [M, R] and B with h B^T = s x A^T B^T, where h does not overflow for s alone.
+
+    A power of two moves from one to the other without a rounding.
+    """
+    moved = _moved(x.dtype, scale)
+    h = _scaled_product(x, A.t(), scale / moved)
+    return h, B if moved == 1 else B * moved
+
+
+def _moved(dtype: torch.dtype, scale: float) -> float:
+    if dtype != torch.float16 or not abs(scale) > _ORDINARY:
+        return 1.0
+    return 2.0 ** math.ceil(math.log2(abs(scale)))
+
+
+_ORDINARY = 8  # up to here s takes 3 of the 15 bits above 1, and the multiplication of B is saved
 
 
 def join_(
@@ -134,6 +157,9 @@ def dora_linear_bwd_ref(
     need_x, need_A, need_B, need_m, need_b = needs
     t, dm = dy, None
     A, B = operands(lora_A, lora_B, x.dtype)
+    moved = _moved(x.dtype, scale)
+    if moved != 1:
+        A, B, scale = A * moved, B * moved, scale / moved / moved  # so h B^T and tB A stay
     if magnitude is not None and norm is not None:
         t, dm = gain_pass.backward(dy, y, magnitude, norm, bias, x, h, weight, B, need_m)
     dx = dA = None
@@ -144,6 +170,8 @@ def dora_linear_bwd_ref(
         if need_A:
             dA = product(tB.t(), x, lora_A.dtype)
     dB = product(t.t(), h, lora_B.dtype) if need_B else None
+    if moved != 1:
+        dA, dB = (None if grad is None else grad.mul_(moved) for grad in (dA, dB))
     db = dy.sum(0) if need_b and bias is not None else None
     return DoraLinearGrads(dx, dA, dB, dm if need_m else None, db)
 

@@ -19,9 +19,10 @@ Memory     A once more, and blocks of groups within `chunk_bytes`, at least one 
 import torch
 from torch import Tensor
 
+from hirank.kernels._ops import register_op
 from hirank.kernels.dora_norm import CANCELLED, CHUNK_BYTES
 
-__all__ = ["grouped_norm"]
+__all__ = ["grouped_norm", "grouped_norm_op"]
 
 
 @torch.no_grad()
@@ -33,6 +34,7 @@ def grouped_norm(
     scale: float,
     groups: int,
     chunk_bytes: int = CHUNK_BYTES,
+    look: bool = True,
 ) -> Tensor:
     """Norms of the effective kernel, [N] fp32 (fp64 for an fp64 weight).
 
@@ -42,6 +44,8 @@ def grouped_norm(
         scale: s, a plain number.
         groups: G.
         chunk_bytes: budget for widened blocks, in bytes.
+        look: at which rows have cancelled. False, while a CUDA graph is captured and nothing can be
+            looked at: all rows by the definition.
 
     Raises:
         ValueError: shapes do not fit together.
@@ -60,7 +64,11 @@ def grouped_norm(
         W = weight.reshape(groups, n // groups, k)
         squared = _own_square_sum(W, own, B, scale, chunk_bytes)
         squared += _others_square_sum(A, B).mul_(scale * scale)
-        lost = (squared < CANCELLED * _were_all_orthogonal(W, A, B, scale)).nonzero()
+        if look:
+            lost = (squared < CANCELLED * _were_all_orthogonal(W, A, B, scale)).nonzero()
+        else:
+            rows = torch.arange(n, device=weight.device)
+            lost = torch.stack([rows // (n // groups), rows % (n // groups)], dim=1)
         _by_definition_(squared, lost, W, A, B, scale, chunk_bytes)
         return squared.reshape(n).sqrt_()
 
@@ -109,3 +117,24 @@ def _by_definition_(
         kernel = torch.einsum("lr,lrgk->lgk", B[group, row].double() * scale, A[group].double())
         kernel[torch.arange(len(group), device=group.device), group] += weight[group, row]
         squared[group, row] = kernel.square_().sum((1, 2)).to(squared.dtype)
+
+
+# As `torch.compile` sees it: which rows have cancelled is no question for a graph.
+
+
+def _run(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, groups: int) -> Tensor:
+    return grouped_norm(weight, lora_A, lora_B, scale=scale, groups=groups)
+
+
+def _like(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, groups: int) -> Tensor:
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return weight.new_empty(weight.shape[0], dtype=wide)
+
+
+grouped_norm_op = register_op(
+    "grouped_norm(Tensor weight, Tensor lora_A, Tensor lora_B, float scale, int groups) -> Tensor",
+    reference=_run,
+    fused=_run,
+    fake=_like,
+)
+"""`grouped_norm` as one op. No gradient: give it detached tensors."""

@@ -18,6 +18,7 @@ from hirank.adapters.peft.check import check_backend_of, check_shapes
 from hirank.adapters.peft.mixed import MixedBatches
 from hirank.adapters.peft.operands import (
     as_matrix,
+    dropout_of,
     embeds,
     factors,
     groups_of,
@@ -155,7 +156,6 @@ def _adapter(layer: Any, name: str, traced: bool) -> Adapter:
     magnitude = layer.lora_magnitude_vector[name].weight if dora else None  # no view: it is kept
     if not traced and magnitude is not None:
         _warn_half_magnitude(magnitude)
-    dropout = layer.lora_dropout[name] if layer.training and not embeds(layer) else None
     norms: Norms | None = None
     if magnitude is not None:
         norms = _traced_norms(layer) if traced else norms_of(layer, name)
@@ -163,7 +163,7 @@ def _adapter(layer: Any, name: str, traced: bool) -> Adapter:
         *factors(layer, name),
         magnitude,
         layer.scaling[name],
-        None if isinstance(dropout, nn.Identity) else dropout,
+        dropout_of(layer, name),
         norms,
         layer._hirank_options.single_gemm,
     )

@@ -8,7 +8,7 @@ from torch import nn
 from hirank.adapters.explain import Explanation, Route, Row
 from hirank.adapters.peft.convert import CONVERTED, convertible, lora_layers
 from hirank.adapters.peft.converted import Converted
-from hirank.adapters.peft.operands import as_matrix, convolves, embeds, present
+from hirank.adapters.peft.operands import as_matrix, convolves, dropout_of, embeds, present
 from hirank.adapters.peft.quantised import QuantisedLayer, fast_class
 from hirank.adapters.peft.quantised_route import describe_quantised
 from hirank.adapters.peft.route import foreign_base, route
@@ -88,9 +88,4 @@ def _composed(layer: Any, reason: str) -> Route:
 
 
 def _drops(layer: Any) -> bool:
-    modules = [layer.lora_dropout[name] for name in present(layer)]
-    return (
-        layer.training
-        and not embeds(layer)
-        and not all(isinstance(module, nn.Identity) for module in modules)
-    )
+    return any(dropout_of(layer, name) is not None for name in present(layer))

@@ -20,6 +20,7 @@ from hirank.adapters.conv import matrices
 __all__ = [
     "as_matrix",
     "convolves",
+    "dropout_of",
     "embeds",
     "factors",
     "groups_of",
@@ -51,6 +52,20 @@ def present(layer: Any) -> list[str]:
     """The active adapters that the layer has."""
     held = layer.lora_embedding_A if embeds(layer) else layer.lora_A
     return [name for name in layer.active_adapters if name in held]
+
+
+def dropout_of(layer: Any, name: str) -> nn.Module | None:
+    """The dropout that a call meets, if any, as in PEFT.
+
+    LoRA's is a module with a mode of its own, so that it can be on in a layer that is not trained
+    (Monte Carlo dropout). DoRA's is on in training only, and an embedding has none.
+    """
+    found: nn.Module = layer.lora_dropout[name]
+    if isinstance(found, nn.Identity) or embeds(layer):
+        return None
+    if name in layer.lora_variant:
+        return found if layer.training else None
+    return None if type(found) is nn.Dropout and not found.training else found
 
 
 def factors(layer: Any, name: str) -> tuple[Tensor, Tensor]:

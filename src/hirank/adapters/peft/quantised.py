@@ -24,6 +24,7 @@ from hirank.adapters.explain import Route
 from hirank.adapters.groups import Family
 from hirank.adapters.mixed import Run
 from hirank.adapters.peft.mixed import MixedBatches
+from hirank.adapters.peft.operands import dropout_of
 from hirank.adapters.peft.options import Options
 from hirank.adapters.peft.quantised_merge import Stored, keep, lay_back, put_back, renew_bias
 from hirank.adapters.peft.quantised_route import (
@@ -199,13 +200,12 @@ def _outside_graphs(layer: Any, x: Tensor, found: Route) -> Tensor:
 
 def _adapter(layer: Any, name: str) -> QuantisedAdapter:
     dora = name in layer.lora_variant
-    dropout = layer.lora_dropout[name] if layer.training else None
     return QuantisedAdapter(
         layer.lora_A[name].weight,
         layer.lora_B[name].weight,
         layer.lora_magnitude_vector[name].weight if dora else None,
         layer.scaling[name],
-        None if isinstance(dropout, nn.Identity) else dropout,
+        dropout_of(layer, name),
         layer.norms_of(name) if dora else None,
         layer._hirank_options.single_gemm,
     )

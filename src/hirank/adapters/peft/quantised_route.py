@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hirank.adapters.dequantise import Kind, kind_of
 from hirank.adapters.explain import Route
+from hirank.adapters.peft.operands import dropout_of
 from hirank.errors import HirankError
 from hirank.kernels._backend import check_backend
 from hirank.kernels._tuning import tier
@@ -47,8 +48,8 @@ def quantised_route(layer: Any) -> Route:
     obstacle = obstacle_of(layer, names)
     if obstacle:
         return Route("peft", obstacle)
-    dropped = [name for name in names if not isinstance(layer.lora_dropout[name], nn.Identity)]
-    dropout = "dropout in training" if layer.training and dropped else ""
+    dropped = any(dropout_of(layer, name) is not None for name in names)
+    dropout = ("dropout in training" if layer.training else "dropout") if dropped else ""
     if len(names) > 1:
         several = f"{len(names)} active adapters"
         return Route("composed", f"{several}, {dropout}" if dropout else several)
@@ -94,6 +95,8 @@ def _adapter_obstacle(layer: Any, name: str, device: torch.device) -> str | None
     modules = [A, B, *([layer.lora_magnitude_vector[name]] if variant is not None else [])]
     if type(A) is not nn.Linear or type(B) is not nn.Linear or any(map(_hooked, modules)):
         return f"lora_A or lora_B of adapter {name!r} is not a plain module without hooks"
+    if _hooked(layer.lora_dropout[name]):
+        return f"the dropout of adapter {name!r} has hooks"
     if not all(_plain(module.weight) for module in modules):
         return f"adapter {name!r} is sharded"
     if any(module.weight.device != device for module in modules):

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hirank.adapters.explain import Route
-from hirank.adapters.peft.operands import convolves, embeds, factors, present, turned
+from hirank.adapters.peft.operands import (
+    convolves,
+    dropout_of,
+    embeds,
+    factors,
+    present,
+    turned,
+)
 
 __all__ = ["Known", "adapter_obstacle", "base_obstacle", "foreign_base", "plain_tensor", "route"]
 
@@ -90,6 +97,8 @@ def adapter_obstacle(layer: Any, name: str) -> str | None:
     kind = type(layer.base_layer) if convolves(layer) else nn.Linear
     if any(type(module) is not kind for module in modules) or any(map(_hooked, modules)):
         return f"lora_A or lora_B of adapter {name!r} is not a plain module without hooks"
+    if not embeds(layer) and _hooked(layer.lora_dropout[name]):
+        return f"the dropout of adapter {name!r} has hooks"
     if variant is not None:
         holder = layer.lora_magnitude_vector[name]
         if _hooked(holder):
@@ -109,7 +118,7 @@ class Known:
     """
 
     __slots__ = (
-        "_active", "_hooks", "_modules", "_scales", "_training", "_weights",
+        "_active", "_dropouts", "_hooks", "_modules", "_scales", "_training", "_weights",
         "adapters", "backend", "base", "bias", "tier", "turned", "weight",
     )  # fmt: skip
 
@@ -140,6 +149,8 @@ class Known:
         self._weights += [
             (held, name, held[name]) for held in tables for name in names if name in held
         ]
+        dropouts = [layer.lora_dropout[name] for name in names]
+        self._dropouts = [(d, d.training) for d in dropouts if not isinstance(d, nn.Identity)]
         self._hooks = [getattr(module, kind) for module in modules for kind in _HOOKS]
         self._scales = [(name, layer.scaling[name]) for name in names]
         self.adapters = adapters(layer, names)
@@ -159,6 +170,9 @@ class Known:
             or layer.active_adapters != self._active
         ):
             return False
+        for module, training in self._dropouts:
+            if module.training is not training:
+                return False
         for places in (self._modules, self._weights):
             for place, name, known in places:
                 if place.get(name) is not known:
@@ -189,8 +203,8 @@ def route(layer: Any) -> Route:
             return Route("peft", obstacle)
     if embeds(layer):
         return Route("composed", _count(names) + ", beside the base layer's lookup")
-    dropped = [name for name in names if not isinstance(layer.lora_dropout[name], nn.Identity)]
-    dropout = "dropout in training" if layer.training and dropped else ""
+    dropped = any(dropout_of(layer, name) is not None for name in names)
+    dropout = ("dropout in training" if layer.training else "dropout") if dropped else ""
     if len(names) > 1:
         return Route("composed", f"{_count(names)}, {dropout}" if dropout else _count(names))
     if dropout:
