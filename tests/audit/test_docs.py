@@ -34,7 +34,8 @@ def test_a_command_prints_what_the_page_shows(command: str, output: str):
 
 
 def test_the_warning_is_what_that_configuration_gets(tmp_path: Path):
-    (settings,) = re.findall(r"^```yaml\n((?s:.*?))^```$", PAGE, re.M)
+    blocks = re.findall(r"^```yaml\n((?s:.*?))^```$", PAGE, re.M)
+    (settings,) = (block for block in blocks if "parent:" in block)
     (warning,) = re.findall(r"^```text\nWarning: (.*)\n```$", PAGE, re.M)
     (tmp_path / "config.yaml").write_text(settings)
     config = resolved(load_config(tmp_path / "config.yaml"))
