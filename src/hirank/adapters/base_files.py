@@ -3,8 +3,8 @@
     config.json, model.safetensors                                           ->  BaseFolder
     config.json, model.safetensors.index.json, model-0000i-of-0000n.safetensors
 
-One tensor is in memory at a time, whatever the size of a shard: files are opened for each, so that
-nothing stays mapped, and written in order behind a header that is known beforehand.
+One tensor is in memory at a time, whatever the size of a shard: each is read into its place, with
+nothing mapped, and written in order behind a header that is known beforehand.
 """
 
 import json
@@ -43,6 +43,8 @@ class Entry:
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    start: int = 0
+    """Where its bytes begin in the file that it was read from."""
 
     @property
     def nbytes(self) -> int:
@@ -99,13 +101,23 @@ class BaseFolder:
 
     def tensor(self, key: str) -> Tensor:
         """What is stored under `key`, in memory of its own."""
-        path = self.folder / self.where[key]
+        path, entry = self.folder / self.where[key], self.entries[key]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
         try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(key).clone()
-        except (OSError, SafetensorError) as error:
+            with path.open("rb") as file:
+                file.seek(entry.start)
+                read = file.readinto(_bytes_of(tensor))
+        except OSError as error:
             raise HirankError(f"{path} cannot be read ({error}); fetch it again.") from None
+        if read != entry.nbytes:
+            raise HirankError(f"{path} ends in the middle of {key}; fetch it again.")
         return tensor
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """What a contiguous tensor on the CPU holds; of an empty one, nothing."""
+    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return data.cast("B") if tensor.numel() else memoryview(bytearray())
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -141,10 +153,16 @@ def _shard_names(folder: Path) -> list[str]:
 def _entries(path: Path) -> list[Entry]:
     """What a file holds, by its header, in the order of its bytes."""
     try:
-        with safe_open(path, framework="pt") as file:
-            keys = file.offset_keys()
-            slices = [(key, file.get_slice(key)) for key in keys]
-            return [Entry(k, DTYPES[s.get_dtype()], tuple(s.get_shape())) for k, s in slices]
+        with path.open("rb") as plain:
+            start = 8 + int.from_bytes(plain.read(8), "little")
+        with safe_open(path, framework="pt") as file:  # checks that the bytes follow without holes
+            slices = [(key, file.get_slice(key)) for key in file.offset_keys()]
+            entries = []
+            for key, part in slices:
+                dtype, shape = DTYPES[part.get_dtype()], tuple(part.get_shape())
+                entries.append(Entry(key, dtype, shape, start))
+                start += entries[-1].nbytes
+            return entries
     except (OSError, SafetensorError) as error:
         raise HirankError(f"{path} cannot be read ({error}); fetch it again.") from None
     except KeyError as error:
@@ -175,8 +193,7 @@ class ShardWriter:
         entry = self._left.pop()
         if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
             raise ValueError(f"{entry.key} was announced as {entry.dtype} {entry.shape}")
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.write(data.numpy().data)
+        self._file.write(_bytes_of(tensor.detach().cpu().contiguous()))
 
     def __enter__(self) -> Self:
         return self

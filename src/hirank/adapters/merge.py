@@ -17,6 +17,7 @@ from hirank.kernels.dora_norm import CHUNK_BYTES, dora_gain
 __all__ = ["Block", "Increment", "merge_into", "merged_blocks"]
 
 BUFFERS = 3  # of a block's size that are held at once
+CACHE_BYTES = 6 * 2**20
 
 
 class Increment(NamedTuple):
@@ -38,13 +39,16 @@ class Block(NamedTuple):
 
 @torch.no_grad()
 def merged_blocks(
-    weight: Tensor, parts: Sequence[Increment], *, chunk_bytes: int = CHUNK_BYTES
+    weight: Tensor, parts: Sequence[Increment], *, chunk_bytes: int | None = None
 ) -> Iterator[Block]:
     """The rows of `weight` [N, K] with `parts` applied in order, block by block, unrounded.
 
-    All matrix products run in fp32 (fp64 for fp64 weights). A block takes at most `chunk_bytes`,
-    at least one row. `weight` may be overwritten behind the block that was yielded.
+    All matrix products run in fp32 (fp64 for fp64 weights). A block and what it is computed in take
+    at most `chunk_bytes` (by default what a CPU's cache holds, or what a GPU is busy with), at
+    least one row. `weight` may be overwritten behind the block that was yielded.
     """
+    if chunk_bytes is None:
+        chunk_bytes = CACHE_BYTES if weight.device.type == "cpu" else CHUNK_BYTES
     acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
     height = max(1, chunk_bytes // (BUFFERS * max(1, weight.shape[1]) * acc.itemsize))
     factors = [(part.lora_A.to(acc), part.lora_B.to(acc)) for part in parts]
@@ -71,11 +75,12 @@ def _fold(block: Block, factors: tuple[Tensor, Tensor], part: Increment, first: 
 
 
 def merge_into(
-    out: Tensor, weight: Tensor, parts: Sequence[Increment], *, chunk_bytes: int = CHUNK_BYTES
+    out: Tensor, weight: Tensor, parts: Sequence[Increment], *, chunk_bytes: int | None = None
 ) -> Tensor:
     """Write the merged weight of `weight` [N, K] and `parts`, applied in order, into `out`.
 
     `out` may be `weight` itself, or have another float dtype; each number is rounded to it once.
+    `chunk_bytes` as of `merged_blocks`.
 
     Returns:
         `out`.

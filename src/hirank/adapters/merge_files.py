@@ -10,7 +10,7 @@ and the config says so. Everything that is no weight is copied.
 import json
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,9 @@ def write_merged(
             written); numbers that are not finite; a write that failed.
     """
     if target is None:
-        for name, held in plan.shards.items():
-            for _ in _tensors(plan, name, held, watch, look_only=True):
-                pass
+        for entry in (entry for held in plan.shards.values() for entry in held):
+            if entry.key in plan.layers:
+                _tensor(plan, entry, watch)
         return
     need_new(target)
     need_space(target, plan.nbytes + SLACK)
@@ -62,19 +62,10 @@ def write_merged(
         _copy_rest(plan, draft)
         for name, held in plan.shards.items():
             with ShardWriter(draft / name, held) as writer:
-                for tensor in _tensors(plan, name, held, watch):
-                    writer.write(tensor)
+                for entry in held:
+                    writer.write(_tensor(plan, entry, watch))  # held by no name behind this line
         if finish is not None:
             finish(draft)
-
-
-def _tensors(
-    plan: MergePlan, shard: str, held: list[Entry], watch: Watch | None, look_only: bool = False
-) -> Iterator[Tensor]:
-    for entry in held:
-        if look_only and entry.key not in plan.layers:
-            continue
-        yield _tensor(plan, entry, watch)
 
 
 def _tensor(plan: MergePlan, entry: Entry, watch: Watch | None) -> Tensor:
@@ -144,7 +135,10 @@ def merge_matrix(
     dice = None if seed is None else _dice(seed, layer.name)
     part = Increment(layer.A, layer.B, layer.magnitude, layer.scale)
     for block in merged_blocks(rows_in, [part]):
-        if not torch.isfinite(block.after).all():
+        # Unlike the numbers themselves, their norm is quick to look at; it is not finite if they
+        # are not, or if they are huge.
+        quick = torch.linalg.vector_norm(block.after)
+        if not quick.isfinite() and not block.after.isfinite().all():
             raise HirankError(
                 f"{layer.name} would hold numbers that are not finite: the adapter or the base "
                 "is broken there."

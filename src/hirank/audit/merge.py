@@ -11,6 +11,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,11 +105,15 @@ class FidelityMeter:
 
     @torch.no_grad()
     def __call__(self, name: str, block: Block, stored: Tensor) -> None:
+        if not stored.numel():
+            return
         increment = block.after - block.before
-        before = block.before.to(stored.dtype)
-        error = stored.to(increment.dtype) - before.to(increment.dtype)
-        error.sub_(increment)
-        changed = increment != 0
+        before = block.before.to(stored.dtype).to(increment.dtype)
+        moved = stored.to(increment.dtype) - before
+        error = moved - increment
+        least, most = torch.aminmax(error)
+        # What has no increment is stored as it was: so the others that are, are swallowed.
+        changed, left = _nonzero(increment), _nonzero(moved)
         self._dtype = str(stored.dtype).removeprefix("torch.")
         self._sums.setdefault(name, _Sums()).add(
             _Sums(
@@ -116,9 +121,9 @@ class FidelityMeter:
                 _squares(block.before),
                 _squares(increment),
                 _squares(error),
-                float(error.abs().amax()) if error.numel() else 0.0,
-                int(changed.count_nonzero()),
-                int((changed & (stored == before)).count_nonzero()),
+                max(-float(least), float(most)),
+                changed,
+                changed - left,
             )
         )
 
@@ -148,7 +153,13 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _squares(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+    """Of one block; PyTorch adds up in many partial sums, so fp32 is good to six digits."""
+    return float(torch.linalg.vector_norm(tensor)) ** 2
+
+
+def _nonzero(tensor: Tensor) -> int:
+    """NumPy counts several times as fast."""
+    return int(np.count_nonzero((tensor != 0).numpy()))
 
 
 def _verdict(distortion: float) -> Verdict:
