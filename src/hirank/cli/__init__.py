@@ -1,14 +1,14 @@
 """The command line: parse, build a configuration, call one function, print.
 
-Exit codes: 0 done, 2 bad input (one sentence), 130 interrupted, 1 anything else; `doctor` and
-`audit` say in their help what 1 means there. One module for each command, or a few that belong
-together.
+Exit codes: 0 done, 2 bad input (one sentence), 130 interrupted, 1 anything else; `doctor`,
+`audit` and `plan` say in their help what 1 means there. One module for each command, or a few
+that belong together.
 """
 
 import typer
 
 from hirank.bench.cli import mount as mount_bench
-from hirank.cli import audit, doctor, export, merge, run, train
+from hirank.cli import audit, doctor, export, merge, plan, run, train
 
 __all__ = ["app", "main", "version"]
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 
 train.mount(app)
+plan.mount(app)
 doctor.mount(app)
 mount_bench(app)
 run.mount(app)

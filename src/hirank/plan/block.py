@@ -17,7 +17,7 @@ from hirank.plan.inventory import Matrix, Shape
 from hirank.plan.setting import BYTES, Setting
 from hirank.plan.targets import adapted, compute_bytes, stream_bytes, trained_bytes
 
-__all__ = ["Part", "block_extra", "block_input", "kept_parts"]
+__all__ = ["Part", "block_extra", "block_input", "forward_extra", "kept_parts"]
 
 
 class Part(NamedTuple):
@@ -209,21 +209,25 @@ def _of_scores(s: Setting, m: Shape) -> Iterator[Moment]:
 
 
 def _of_stock_dora(s: Setting, m: Shape) -> Iterator[Moment]:
-    """PEFT multiplies B A with an identity matrix as large as the input, in every forward pass."""
+    """Both branches and their gradients in fp32; or, when a block is computed again, its norm."""
     h, i, t = m.hidden, m.intermediate, s.tokens
+    if s.checkpointing:
+        yield [(_METHOD, forward_extra(s, m))]
+    work = t * max(14 * i - 4 * h, 0) if s.autocast else t * max(18 * h, 12 * i - 6 * h)
+    yield [(_METHOD, Part(work, f"branches and their gradients in fp32: {t:,} tokens"))]
+
+
+def forward_extra(s: Setting, m: Shape) -> Part:
+    """What the last block's forward pass makes on top of what is kept: of note for PEFT's DoRA,
+    which multiplies B A with an identity matrix as large as the input of the layer."""
+    if s.method != "dora-peft":
+        return Part(0, "less than the loss makes")
     widest = max(adapted(s, m), key=lambda matrix: matrix.inp * (matrix.inp + 3 * matrix.out))
     eye, weight = widest.inp**2, widest.inp * widest.out
     if s.autocast:  # the identity is made in fp32, and kept in 16 bits
         size = max(6 * eye + 2 * weight, 2 * eye + 16 * weight)
     else:
         size = 4 * eye + (16 if trained_bytes(s) == 2 else 12) * weight
-    norm = Part(size, f"norm of {widest.name}: identity {eye:,}, B A and sums {weight:,} numbers")
-    yield [
-        (
-            _WORK,
-            Part(max(0, t * (2 * i - 4 * h)), f"its input in fp32: {t:,} x (2 x {i} - 4 x {h})"),
-        ),
-        (_METHOD, norm),
-    ]
-    work = t * max(14 * i - 4 * h, 0) if s.autocast else t * max(18 * h, 12 * i - 6 * h)
-    yield [(_METHOD, Part(work, f"branches and their gradients in fp32: {t:,} tokens"))]
+    size += s.tokens * max(0, 2 * m.intermediate - 4 * m.hidden)  # its input in fp32
+    formula = f"norm of {widest.name}: identity {eye:,}, B A and sums {weight:,} numbers"
+    return Part(size, formula)

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hirank.plan import spread
-from hirank.plan.block import Part, block_extra, block_input, kept_parts
+from hirank.plan.block import Part, block_extra, block_input, forward_extra, kept_parts
 from hirank.plan.head import eval_part, final_part, head_gradient, loss_parts
 from hirank.plan.inventory import Shape
-from hirank.plan.ledger import Ledger, Term, ledger_of
+from hirank.plan.ledger import PHASES, Ledger, Term, ledger_of
 from hirank.plan.notes import notes_of
 from hirank.plan.setting import Setting
 from hirank.plan.states import (
@@ -31,18 +31,7 @@ from hirank.plan.states import (
 )
 from hirank.plan.targets import stream_bytes, trained_bytes
 
-__all__ = ["closed_form"]
-
-ALWAYS = (
-    "forward end",
-    "loss backward",
-    "block backward",
-    "optimizer step",
-    "refresh step",
-    "evaluation",
-    "save",
-)
-PASS = ("forward end", "loss backward", "block backward")
+__all__ = ["closed_form", "timeline"]
 
 
 def closed_form(setting: Setting, shape: Shape) -> Ledger:
@@ -67,14 +56,22 @@ def _term(kind: str, phases: Iterable[str], part: Part, setting: Setting) -> Ter
     return Term(kind, tuple(phases), -(-part.size // parts), text)
 
 
+def _moments(s: Setting) -> tuple[str, ...]:
+    """The phases that a run with this setting has, after loading."""
+    absent = {"load"} | (set() if s.is_low_rank else {"refresh step"})
+    absent |= set() if s.eval_batch else {"evaluation"}
+    return tuple(phase for phase in PHASES if phase not in absent)
+
+
 def _static(s: Setting, m: Shape) -> Iterator[Term]:
+    always = _moments(s)
     for kind, part in weight_parts(s, m):
-        yield _term(kind, ("load", *ALWAYS), part, s)
+        yield _term(kind, ("load", *always), part, s)
     for kind, part in adapter_parts(s, m):
-        yield _term(kind, ALWAYS, part, s)
-    yield _term("optimizer state", ALWAYS, optimizer_parts(s, m), s)
-    yield _term("optimizer state", ALWAYS, spread.master_copy(s, m), s)
-    yield _term("communication buffers", ALWAYS, spread.buffers(s, m), s)
+        yield _term(kind, always, part, s)
+    yield _term("optimizer state", always, optimizer_parts(s, m), s)
+    yield _term("optimizer state", always, spread.master_copy(s, m), s)
+    yield _term("communication buffers", always, spread.buffers(s, m), s)
 
 
 def _held_before(s: Setting) -> bool:
@@ -91,7 +88,11 @@ def _activations(s: Setting, m: Shape) -> Iterator[Term]:
         yield _term("activations kept", first, part, s)
     yield _term("activations kept", first, final_part(s, m), s)
     forward, backward = loss_parts(s, m)
-    yield _term("logits and loss", first[:1], forward, s)
+    norm = forward_extra(s, m)
+    if norm.size > forward.size:
+        yield _term("method temporaries", first[:1], norm, s)
+    else:
+        yield _term("logits and loss", first[:1], forward, s)
     yield _term("logits and loss", first[1:], backward, s)
     if _held_before(s):
         yield _term("gradients", first, gradient_parts(s, m), s)
@@ -166,9 +167,10 @@ def _embedding(s: Setting, m: Shape) -> list[Term]:
     """The gradient of an embedding is as large as itself, and added to the head's if tied."""
     phase = ("block backward",)
     terms = [_term("gradients", phase, gradient_parts(s, m), s)]
-    if not s.is_adapter and (m.tied or s.accumulation > 1):
-        numbers = m.vocabulary * m.hidden
-        part = Part(numbers * trained_bytes(s), f"the embedding's, to be added: {numbers:,}")
+    copies = (2 if m.tied else 0) + (1 if s.accumulation > 1 else 0)
+    if not s.is_adapter and copies:
+        numbers = copies * m.vocabulary * m.hidden
+        part = Part(numbers * trained_bytes(s), f"{copies} of the embedding's, to be added")
         terms.append(_term("gradients", phase, part, s))
     return terms
 
@@ -184,3 +186,27 @@ def _steps(s: Setting, m: Shape) -> Iterator[Term]:
         yield _term("method temporaries", ("refresh step",), refresh, s)
         phases = ("optimizer step", "refresh step")
     yield _term("gradients", phases, gradient_parts(s, m), s)
+
+
+# A step as a picture.
+
+
+def timeline(setting: Setting, shape: Shape) -> list[tuple[str, dict[str, int]]]:
+    """(moment, bytes by class) from the start of a step to its end, for a picture of it."""
+    ledger = closed_form(setting, shape)
+    rest = dict(ledger.phases["save"])
+    moments = [("start", rest), ("forward end", dict(ledger.phases["forward end"]))]
+    moments.append(("loss backward", dict(ledger.phases["loss backward"])))
+    for name, found in (("last block", _last_block), ("first block", _first_block)):
+        moments.append((name, _with(rest, found(setting, shape))))
+    moments.append(("embedding", _with(rest, _embedding(setting, shape))))
+    steps = [phase for phase in ("refresh step", "optimizer step") if phase in ledger.phases]
+    moments += [(phase, dict(ledger.phases[phase])) for phase in steps[:1]]
+    return [*moments, ("end", rest)]
+
+
+def _with(rest: dict[str, int], terms: list[Term]) -> dict[str, int]:
+    found = dict(rest)
+    for term in terms:
+        found[term.kind] = found.get(term.kind, 0) + term.size
+    return found

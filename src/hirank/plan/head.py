@@ -1,8 +1,11 @@
 """The output head and the loss: no part of the model, and often the peak.
 
-plain: Transformers' own. bf16 logits 2 bytes, their fp32 copy 4, log-softmax 4, its gradient 4: 14
-bytes for each of T x V. trl and chunked: a tile of [4096 tokens, 32768 words] at a time, so that V
-no longer counts; what stays is the gradient of the hidden states, and of the head if it is trained.
+plain    Transformers' own, all logits. Forward makes bf16 logits 2 bytes, their fp32 copy 4 and
+         log-softmax 4; back are log-softmax 4, its gradient 4 and that of the logits 4: 12 bytes
+         for each of T x V, and 14 in a loop that holds the model's output until backward is over.
+trl      a tile of [4096 tokens, 32768 words] at a time, so that V no longer counts; what stays is
+         the gradient of the hidden states, and of the head if it is trained. Labelled tokens only.
+chunked  the same for all tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ def final_part(s: Setting, m: Shape) -> Part:
     )
 
 
-def logit_bytes(s: Setting) -> int:
-    """Of one logit at the worst moment of the plain loss."""
-    return 14 if compute_bytes(s) == 2 else 12
+def logit_bytes() -> int:
+    """Of one logit at the worst moment of the plain loss, in a trainer that drops the output."""
+    return 12
 
 
 def loss_parts(s: Setting, m: Shape) -> tuple[Part, Part]:
@@ -55,21 +58,30 @@ def scored(s: Setting) -> int:
 
 
 def _plain(s: Setting, m: Shape) -> tuple[Part, Part]:
-    each, logits = logit_bytes(s), s.tokens * m.vocabulary
+    """Back, the worst is the softmax's gradient, or that of the head once the logits are gone."""
+    logits, numbers = s.tokens * m.vocabulary, m.vocabulary * m.hidden
+    before = 10 if compute_bytes(s) == 2 else 8
+    copied = 2 * numbers if s.autocast and trained_bytes(s) == 4 else 0
+    made = 0 if s.is_adapter else numbers * (trained_bytes(s) + (2 if copied else 0))
     text = f"T V = {s.tokens:,} x {m.vocabulary:,} logits"
+    back = max(logit_bytes() * logits, compute_bytes(s) * logits + made)
     return (
-        Part((each - 4) * logits, f"{text} x {each - 4} bytes"),
-        Part(each * logits, f"{text} x {each} bytes"),
+        Part(before * logits + copied, f"{text} x {before} bytes{_and(copied)}"),
+        Part(back + copied, f"{text} x {logit_bytes()} bytes{_and(copied)}"),
     )
 
 
+def _and(copied: int) -> str:
+    return f", and a bf16 copy of the head, {copied:,}" if copied else ""
+
+
 def head_gradient(s: Setting, m: Shape) -> Part:
-    """While the head's gradient is made: in fp32 for trl and chunked, then in its own dtype."""
+    """While it is made for trl and chunked: in fp32, then in its own dtype."""
     numbers = m.vocabulary * m.hidden
-    if s.is_adapter:
-        return Part(0, "the head is frozen")
+    if s.is_adapter or s.loss == "plain":
+        return Part(0, "frozen, or counted with the logits")
     own = trained_bytes(s)
-    wide = own if s.loss == "plain" or own == 4 else own + 4
+    wide = own if own == 4 else own + 4
     return Part(numbers * wide, f"the head's gradient V h: {numbers:,} x {wide} bytes")
 
 
@@ -79,7 +91,7 @@ def eval_part(s: Setting, m: Shape) -> Part:
     c = compute_bytes(s)
     block = tokens * (3 * c * m.intermediate + 6 * c * m.hidden)
     if s.loss == "plain":
-        logits = tokens * m.vocabulary * (logit_bytes(s) - 4)
+        logits = tokens * m.vocabulary * (10 if c == 2 else 8)
     else:
         logits = min(tokens, TOKENS) * min(WORDS, m.vocabulary) * c
     return Part(max(block, logits), f"{tokens:,} tokens without gradients")

@@ -1,0 +1,59 @@
+"""One run by every method, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hirank.plan.closed import closed_form
+from hirank.plan.inventory import Shape
+from hirank.plan.ledger import Ledger
+from hirank.plan.setting import Setting
+from hirank.plan.states import trained_numbers
+
+__all__ = ["Row", "comparison"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method."""
+
+    name: str
+    setting: Setting
+    ledger: Ledger
+    trained: int
+    """Parameters."""
+
+
+_NARROW: dict[str, Any] = {"base_dtype": "bf16", "step_in_backward": False}
+_USUAL_RANK = {"galore": 128, "qgalore": 128, "fira": 128, "apollo": 256, "apollo-mini": 1}
+
+
+def comparison(setting: Setting, shape: Shape) -> list[Row]:
+    """The same data, length and batch with each method; adapters keep the rank, and low-rank
+    optimisers have their papers' unless the setting is of one."""
+    return [_row(name, made, shape) for name, made in _settings(setting) if _can(made)]
+
+
+def _settings(s: Setting) -> list[tuple[str, Setting]]:
+    rank = s.rank if s.is_adapter else 16
+    found = [
+        (name, replace(s, method=name, rank=rank, kbit_upcast=False, **_NARROW))  # type: ignore[arg-type]
+        for name in ("qlora", "qdora", "lora", "dora", "dora-peft")
+    ]
+    for name, usual in _USUAL_RANK.items():
+        mine = s.rank if s.method == name else usual
+        made = replace(s, method=name, rank=mine, kbit_upcast=False, **_NARROW)  # type: ignore[arg-type]
+        found.append((name, made))
+    whole = replace(s, method="full", kbit_upcast=False, **_NARROW)
+    found.append(("full, bf16 weights", replace(whole, autocast=False)))
+    found.append(("full, fp32 weights", replace(whole, base_dtype="fp32", autocast=True)))
+    return found
+
+
+def _can(s: Setting) -> bool:
+    return not (s.is_low_rank and s.sharding.startswith("zero"))
+
+
+def _row(name: str, setting: Setting, shape: Shape) -> Row:
+    return Row(name, setting, closed_form(setting, shape), trained_numbers(setting, shape))
