@@ -1,0 +1,121 @@
+"""The ways that hirank's code takes on a GPU, for fake tensors that are on the CPU.
+
+It asks tensors where they are and what class they are of, and fake ones give the wrong answer. What
+is replaced inside `as_on_gpu`, and by what, is all in this file:
+
+    layers     take fake weights for plain ones, and the Triton kernels for their joins, with the
+               tiles of an H200; a joined GEMM makes its result and nothing else
+    norms      are two vectors a layer, written in place: the table's, and what backward relies on
+    products   of 16-bit numbers come out in fp32 at once
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hirank.adapters.peft import converted, route
+from hirank.kernels import dora_linear
+from hirank.kernels._backend import GainPass
+from hirank.kernels._tuning import TABLE
+from hirank.kernels.gain_pass import gain_backward, gain_forward_
+from hirank.optim import bases
+
+__all__ = ["as_fake", "as_on_gpu"]
+
+_PROCESSORS = 132
+_WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+@contextmanager
+def as_fake(*, masked: bool) -> Iterator[None]:
+    """Fake weights and inputs are taken for plain ones inside, and all else is as on this machine.
+
+    `masked`: whether attention gets a mask, as for packed rows. Transformers makes one for fake
+    inputs in any case, and none for real rows of one length.
+    """
+    from transformers import masking_utils
+
+    with (
+        _replaced(route, "plain_tensor", lambda tensor: not hasattr(tensor, "ds_id")),
+        _replaced(masking_utils, "is_tracing", lambda *asked: masked),
+    ):
+        yield
+
+
+@contextmanager
+def as_on_gpu(*, masked: bool) -> Iterator[None]:
+    """hirank's layers and optimisers make the tensors inside that they make on an H200."""
+    with ExitStack() as stack:
+        stack.enter_context(as_fake(masked=masked))
+        for owner, name, new in (
+            (dora_linear, "gain_pass_for", lambda *asked: _GAIN_PASS),
+            (dora_linear, "joined_gemm", lambda tile, out, *operands, **more: out),
+            (dora_linear, "product", _product),
+            (converted, "norms_of", _norms_of),
+            (bases, "multiply", lambda a, b, dtype: _product(a.to(dtype), b.to(dtype), dtype)),
+        ):
+            stack.enter_context(_replaced(owner, name, new))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
+    old = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=_WIDE.get(dtype, dtype))
+
+
+def _tile(a1: Tensor, b1: Tensor, b2: Tensor, *, by_column: bool) -> Any:
+    """As `joined_tile` chooses it on an H200."""
+    M, N = a1.shape[0], b1.shape[0 if by_column else 1]
+    widths = (a1.shape[1], b1.shape[1], b2.shape[1], N, b2.shape[1 if by_column else 0])
+    if a1.dtype not in _WIDE or any(width % 8 for width in widths):
+        return None
+    for rows, columns, *_, waves in TABLE["nvidia", "hopper"].joined:
+        if -(-M // rows) * -(-N // columns) >= waves * _PROCESSORS:
+            return rows, columns
+    return None
+
+
+_GAIN_PASS = GainPass(gain_forward_, gain_backward, _tile)
+
+
+class _Norms:
+    """In place of a NormCache."""
+
+    def __init__(self, layer: Any) -> None:
+        self.owner = weakref.ref(layer)
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def norm(
+        self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
+    ) -> Tensor:
+        """[N] fp32, of which there are two."""
+        if self._kept is None:
+            made = (torch.empty(weight.shape[0]) for _ in range(2))
+            self._kept = next(made), next(made)
+        return self._kept[1]
+
+    def clear(self) -> None:
+        """As a NormCache forgets."""
+        self._kept = None
+
+
+def _norms_of(layer: Any, name: str) -> Any:
+    norms = layer._hirank_norms.get(name)
+    if not isinstance(norms, _Norms):
+        norms = layer._hirank_norms[name] = _Norms(layer)
+    return norms

@@ -1,0 +1,131 @@
+"""One training step under the eyes of `Live`: what happens when, and what each tensor is.
+
+    forward      up to the input of the output head; what is alive then is kept for backward
+    loss         head and loss
+    loss back    until the gradient of the head's input is there
+    blocks back  the rest of the backward pass
+    step         clipping and the optimiser; `refresh` if states and bases are made
+
+The same code runs on fake tensors and on real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hirank.plan.live import Live
+from hirank.plan.losses import loss_of
+from hirank.plan.setting import Setting
+from hirank.plan.subject import states_of
+
+__all__ = ["KEPT", "LOGITS", "TEMPORARY", "Run"]
+
+KEPT, LOGITS, TEMPORARY = "activations kept", "logits and loss", "method temporaries"
+RECOMPUTED = "recomputation peak"
+
+
+class Run:
+    """A model, its optimiser and the count of what is alive while they work.
+
+    Args:
+        setting: what is trained, and how.
+        model: in training mode, with its tensors.
+        optimizer: makes the optimiser of a model.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        model: Any,
+        optimizer: Callable[[Setting, nn.Module], torch.optim.Optimizer],
+    ) -> None:
+        self.setting, self.model, self.live = setting, model, Live()
+        with self.live:
+            if setting.checkpointing:
+                self._checkpoint()
+            self.optimizer = optimizer(setting, model)
+            self._adopt()
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        for p in self.trained:
+            p.register_post_accumulate_grad_hook(self._has_gradient)
+        model.get_output_embeddings().register_forward_pre_hook(self._before_head)
+        if setting.step_in_backward:
+            self.optimizer.step_in_backward(micro_batches=setting.accumulation)  # type: ignore[attr-defined]
+
+    def _checkpoint(self) -> None:
+        options = {"use_reentrant": False, "context_fn": self._recomputing}
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        if self.setting.is_adapter:
+            self.model.enable_input_require_grads()
+
+    def _recomputing(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), self._recomputation()
+
+    @contextmanager
+    def _recomputation(self) -> Iterator[None]:
+        with self.live.during(self.live.phase, RECOMPUTED):
+            yield
+
+    def _adopt(self) -> None:
+        adapter = "adapters" if self.setting.is_adapter else "weights"
+        for p in self.model.parameters():
+            self.live.adopt([p], adapter if p.requires_grad else "weights")
+        self.live.adopt(self.model.buffers(), "weights")
+
+    def _has_gradient(self, p: Tensor) -> None:
+        if p.grad is not None:
+            self.live.adopt([p.grad], "gradients")
+
+    def _before_head(self, head: nn.Module, args: tuple[Any, ...]) -> None:
+        """The blocks are done; what is alive is kept, and what comes is of the loss."""
+        if self.live.phase != "forward":
+            return
+        self.live.claim(KEPT, born="forward")
+        self.live.phase, self.live.usual = "loss", LOGITS
+        hidden = args[0]
+        if hidden.requires_grad:
+            hidden.register_hook(self._loss_is_done)
+
+    def _loss_is_done(self, grad: Tensor) -> None:
+        self.live.phase, self.live.usual = "blocks back", TEMPORARY
+
+    # Steps.
+
+    def step(self, name: str) -> None:
+        """One optimiser step with all its passes; its last part is called `name`."""
+        for _ in range(min(self.setting.accumulation, 2)):
+            self._pass()
+        with self.live, self.live.during(name, TEMPORARY):
+            if not self.setting.step_in_backward:
+                torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+            self.optimizer.step()
+            self.live.adopt(states_of(self.optimizer), "optimizer state")
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def start_states(self) -> None:
+        """The first step of the optimiser without the passes before it: gradients of zeros."""
+        with self.live, self.live.during("refresh", TEMPORARY):
+            for p in self.trained:
+                p.grad = torch.zeros_like(p)
+                self.live.adopt([p.grad], "gradients")
+            self.optimizer.step()
+            self.live.adopt(states_of(self.optimizer), "optimizer state")
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _pass(self) -> None:
+        setting, live = self.setting, self.live
+        with live:
+            ids = torch.zeros(setting.batch, setting.sequence, dtype=torch.long)
+            live.adopt([ids], KEPT)
+            with live.during("forward", TEMPORARY):
+                with torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
+                    loss = loss_of(setting, self.model, ids)
+                live.claim(LOGITS, born="loss")
+                live.claim(KEPT, born="forward")
+            with live.during("loss back", LOGITS):
+                loss.backward()  # type: ignore[no-untyped-call]

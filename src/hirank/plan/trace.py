@@ -1,0 +1,95 @@
+"""Peak memory from a trace: the real code, run for a step on tensors without numbers.
+
+Two shallow models are traced and what they need is continued to the model's depth, see `depth.py`.
+What is counted are tensors. The workspaces of kernels are not, nor what a solver needs on its way.
+Flash attention is taken to save what SDPA saves: its output and a number for each row.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Any
+
+from hirank.plan.depth import peaks, peaks_at
+from hirank.plan.faked import faking, give_fakes
+from hirank.plan.gpu import as_fake, as_on_gpu
+from hirank.plan.ledger import Ledger
+from hirank.plan.live import Moment
+from hirank.plan.setting import Setting
+from hirank.plan.step import Run
+from hirank.plan.subject import build, check_traceable, depth_of, optimizer_for, with_depth
+
+__all__ = ["moments_of", "trace"]
+
+_PHASES = {
+    "load": "load",
+    "forward": "forward end",
+    "loss": "forward end",
+    "loss back": "loss backward",
+    "blocks back": "block backward",
+    "step": "optimizer step",
+    "refresh": "refresh step",
+}
+"""Phases of a step, and what a ledger calls them."""
+
+
+def trace(setting: Setting, config: Any, *, gpu: bool = True) -> Ledger:
+    """The ledger of a setting.
+
+    Args:
+        setting: what is trained, and how; its `model` is not read.
+        config: the configuration of the model, as Transformers has it.
+        gpu: whether hirank's code is to take the ways it takes on a GPU.
+
+    Raises:
+        HirankError: the setting is one that a trace cannot show.
+    """
+    check_traceable(setting)
+    depth = depth_of(config)
+    if depth <= 2:
+        return _ledger(peaks(moments_of(setting, config, gpu)))
+    depths = _depths(config)
+    small, large = (moments_of(setting, with_depth(config, d), gpu) for d in depths)
+    return _ledger(peaks_at(depth, small, large, depths))
+
+
+def _depths(config: Any) -> tuple[int, int]:
+    """Two depths that both have the blocks of the model in their right shares."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or [None]
+    period = next(
+        (p for p in range(1, 7) if all(kinds[i] == kinds[i % p] for i in range(len(kinds)))), 1
+    )
+    return (2, 3) if period == 1 else (period, 2 * period)
+
+
+def moments_of(setting: Setting, config: Any, gpu: bool) -> list[Moment]:
+    """What is alive after every operation of one step of this very model, on fake tensors."""
+    model = build(setting, config)
+    ways = as_on_gpu if gpu else as_fake
+    with faking(), ways(masked=setting.packing):
+        give_fakes(model)
+        run = Run(setting, model, optimizer_for)
+        _steps(run)
+    found = list(run.live.moments())
+    del run, model
+    gc.collect()  # hooks and models hold each other
+    return found
+
+
+def _steps(run: Run) -> None:
+    """A step after one that made the optimiser's state."""
+    if run.setting.step_in_backward:
+        run.step("refresh")
+    else:
+        run.start_states()
+    run.step("step")
+
+
+def _ledger(found: dict[str, Moment]) -> Ledger:
+    phases: dict[str, Counter[str]] = {}
+    for phase, moment in found.items():
+        name = _PHASES[phase]
+        if name not in phases or moment.total > phases[name].total():
+            phases[name] = moment.kinds
+    return Ledger({name: dict(+kinds) for name, kinds in phases.items()})
