@@ -98,7 +98,7 @@ def galore_by_definition(
 ) -> list[Tensor]:
     """Alg. 2 of the paper in the dtype of `w`, moments stored as Adam stores them."""
     w = w.clone()
-    tall = w.shape[0] > w.shape[1]
+    tall = w.shape[0] >= w.shape[1]  # a square one too, as in galore-torch
     trail = []
     for t, g in enumerate(gradients):
         if tall:
