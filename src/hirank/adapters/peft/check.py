@@ -19,11 +19,18 @@ from hirank.adapters.peft.operands import (
     norm_inputs,
     present,
 )
-from hirank.adapters.peft.route import adapter_obstacle, base_obstacle, foreign_base, plain_tensor
+from hirank.adapters.peft.route import (
+    adapter_obstacle,
+    base_obstacle,
+    foreign_base,
+    plain_tensor,
+    tensor_parallel,
+)
 from hirank.errors import HirankError
 from hirank.kernels._backend import check_backend
 
-__all__ = ["check_adapters", "check_backend_of", "check_shapes", "fault_of_call"]
+__all__ = ["check_adapters", "check_backend_of", "check_shapes", "check_whole"]
+__all__ += ["fault_of_call"]
 
 
 def check_shapes(name: str, layer: Any, adapters: list[str]) -> None:
@@ -74,6 +81,20 @@ def _check_values(name: str, layer: Any, adapter: str) -> None:
                 f"{name} has NaN or infinity in {part} of adapter {adapter!r}: load a checkpoint "
                 "from before the training diverged."
             )
+
+
+def check_whole(name: str, layer: Any) -> None:
+    """Raises HirankError: DoRA on a layer of which this process has a part only.
+
+    PEFT splits A and B, but neither m nor the norm: its DoRA would compute something else.
+    """
+    base = layer.get_base_layer()
+    if layer.lora_variant and tensor_parallel(base):
+        raise HirankError(
+            f"{name} is split over processes (tensor parallelism, plan {base._hf_tp_plan!r}), where "
+            "DoRA's norm and magnitude would be those of a part: use LoRA, or load the model "
+            "without tp_plan."
+        )
 
 
 def check_backend_of(name: str, layer: Any, backend: str) -> None:

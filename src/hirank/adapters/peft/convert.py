@@ -1,5 +1,6 @@
 """Converting a PEFT model in place, and undoing it."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -9,21 +10,23 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from hirank.adapters.groups import Family
-from hirank.adapters.peft.check import check_adapters, check_backend_of
+from hirank.adapters.peft.check import check_adapters, check_backend_of, check_whole
 from hirank.adapters.peft.conv import FastConv1d, FastConv2d, FastConv3d
 from hirank.adapters.peft.converted import Converted, fresh_norm, norms_of
 from hirank.adapters.peft.embedding import FastEmbedding
 from hirank.adapters.peft.layer import FastLinear
 from hirank.adapters.peft.model import convert_models, restore_models
-from hirank.adapters.peft.operands import factors
+from hirank.adapters.peft.operands import factors, present
 from hirank.adapters.peft.options import Options, options
-from hirank.adapters.peft.quantised import convert_quantised, restore_quantised
+from hirank.adapters.peft.quantised import QuantisedLayer, convert_quantised, restore_quantised
+from hirank.adapters.peft.quantised_route import quantised_present
 from hirank.adapters.peft.route import adapter_obstacle, foreign_base
 from hirank.errors import HirankError
 
 __all__ = ["accelerate", "convert", "lora_layers", "restore", "unmatched_keys"]
 __all__ += ["CONVERTED", "convertible", "fresh_norm"]
 
+_log = logging.getLogger("hirank.adapters")
 Model = TypeVar("Model", bound=nn.Module)
 
 CONVERTED: dict[type, type[Converted]] = {
@@ -88,6 +91,7 @@ def convert(
         just_made: by `patch`; m is right already.
         again: whether `wanted` replaces what an already converted layer has.
     """
+    check_whole(name, layer)
     if convert_quantised(layer, name, wanted, family, just_made=just_made, again=again):
         return
     known = convertible(layer)
@@ -149,7 +153,24 @@ def accelerate(model: Model, *, backend: str = "auto", dropout: str = "peft") ->
     for name, layer in layers.items():
         convert(layer, name, wanted, family)
     convert_models(model)
+    for name, layer in layers.items():
+        reason = left_to_peft(layer)
+        if reason is not None:
+            _log.info("%s is left to PEFT: %s", name, reason)
     return model
+
+
+def left_to_peft(layer: Any) -> str | None:
+    """Why hirank does not compute a layer with its active adapters, in any mode; None: it does."""
+    if isinstance(layer, Converted | QuantisedLayer):
+        reason: str | None = layer._hirank_obstacle(_present(layer))
+        return reason
+    foreign = foreign_base(layer) if type(layer) in CONVERTED else None
+    return foreign or f"it is a {type(layer).__name__}, of no kind that hirank converts"
+
+
+def _present(layer: Any) -> list[str]:
+    return quantised_present(layer) if isinstance(layer, QuantisedLayer) else present(layer)
 
 
 def restore(model: Model) -> Model:

@@ -19,6 +19,7 @@ from hirank.adapters.peft.operands import (
 )
 
 __all__ = ["Known", "adapter_obstacle", "base_obstacle", "foreign_base", "plain_tensor", "route"]
+__all__ += ["tensor_parallel"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_dropout")
@@ -43,11 +44,18 @@ def base_obstacle(layer: Any) -> str | None:
         return foreign
     if _hooked(base):
         return "the base layer has hooks"
+    if tensor_parallel(base):
+        return "the base layer is tensor-parallel"
     if not plain_tensor(base.weight) or base.weight.dtype not in _FLOATS:
         return "the base weight is sharded or quantised"
     if base.weight.requires_grad:
         return "the base weight is trainable"
     return None
+
+
+def tensor_parallel(base: Any) -> bool:
+    """Whether PEFT or Transformers has split this layer over processes."""
+    return getattr(base, "_hf_tp_plan", None) is not None
 
 
 def foreign_base(layer: Any) -> str | None:
