@@ -91,8 +91,8 @@ def check_whole(name: str, layer: Any) -> None:
     base = layer.get_base_layer()
     if layer.lora_variant and tensor_parallel(base):
         raise HirankError(
-            f"{name} is split over processes (tensor parallelism, plan {base._hf_tp_plan!r}), where "
-            "DoRA's norm and magnitude would be those of a part: use LoRA, or load the model "
+            f"{name} is split over processes (tensor parallelism, plan {base._hf_tp_plan!r}), "
+            "where DoRA's norm and magnitude would be those of a part: use LoRA, or load the model "
             "without tp_plan."
         )
 
