@@ -181,7 +181,7 @@ def _embedding(s: Setting, m: Shape) -> list[Term]:
 def _steps(s: Setting, m: Shape) -> Iterator[Term]:
     usual, refresh = step_parts(s, m)
     yield _term("method temporaries", ("optimizer step",), usual, s)
-    phases = ("optimizer step",)
+    phases: tuple[str, ...] = ("optimizer step",)
     if s.is_low_rank:
         yield _term("method temporaries", ("refresh step",), refresh, s)
         phases = ("optimizer step", "refresh step")

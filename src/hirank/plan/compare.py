@@ -38,7 +38,7 @@ def comparison(setting: Setting, shape: Shape) -> list[Row]:
 def _settings(s: Setting) -> list[tuple[str, Setting]]:
     rank = s.rank if s.is_adapter else 16
     found = [
-        (name, replace(s, method=name, rank=rank, kbit_upcast=False, **_NARROW))  # type: ignore[arg-type]
+        (name, replace(s, method=name, rank=rank, kbit_upcast=False, **_NARROW))
         for name in ("qlora", "qdora", "lora", "dora", "dora-peft")
     ]
     for name, usual in _USUAL_RANK.items():

@@ -34,14 +34,17 @@ class Family:
     """The field that holds the number of experts."""
     head_dim: int | None = None
     reads_bias: bool = False
-    """Whether `attention_bias` and `mlp_bias` of the file count."""
+    """Whether `attention_bias` of the file counts."""
     defaults: Mapping[str, int] = field(default_factory=dict)
     """What a file may leave out."""
     softcap: bool = False
     """Whether scores pass through a tanh, if the file says so, which only eager attention can."""
 
 
-_GEMMA = Family(wide_norms=True, tied=True, head_dim=256)
+_GEMMA: dict[str, Any] = {
+    "wide_norms": True, "tied": True, "head_dim": 256, "reads_bias": True
+}  # fmt: skip
+_MLP_BIAS = ("llama", "smollm3")
 
 KNOWN: dict[str, Family] = {
     "llama": Family(reads_bias=True),
@@ -51,12 +54,10 @@ KNOWN: dict[str, Family] = {
     "qwen3": Family(qk_norm=True, head_dim=128, reads_bias=True),
     "qwen3_moe": Family(qk_norm=True, experts="num_experts", reads_bias=True),
     "mixtral": Family(experts="num_local_experts"),
-    "gemma": _GEMMA,
-    "gemma2": Family(wide_norms=True, tied=True, head_dim=256, norms=4, softcap=True),
+    "gemma": Family(**_GEMMA),
+    "gemma2": Family(**_GEMMA, norms=4, softcap=True),
     "gemma3_text": Family(
-        wide_norms=True,
-        tied=True,
-        head_dim=256,
+        **_GEMMA,
         norms=4,
         qk_norm=True,
         defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
@@ -234,14 +235,14 @@ def read_shape(config: Mapping[str, Any], name: str) -> Shape:
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", family.tied))),
         qkv_bias=family.qkv_bias or bias,
         o_bias=bias,
-        mlp_bias=family.reads_bias and bool(text.get("mlp_bias", False)) and kind[:5] != "qwen3",
+        mlp_bias=kind in _MLP_BIAS and bool(text.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
         norms=family.norms,
         wide_norms=family.wide_norms,
         softcapped=family.softcap and bool(text.get("attn_logit_softcapping", 50.0)),
         experts=experts,
         active=_count(text, "num_experts_per_tok", name) if experts else 0,
-        expert_size=int(expert_size) if experts else 0,
+        expert_size=int(expert_size or 0) if experts else 0,
         window=text.get("sliding_window") if sliding else None,
         sliding=sliding,
         images=seeing,
