@@ -9,7 +9,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    ViTConfig,
+    ViTForImageClassification,
+)
 from transformers import LlamaForCausalLM as Llama
 
 from hirank.adapters.base_files import BaseFolder
@@ -108,6 +115,25 @@ def test_plain_transformers_computes_what_the_adapter_did(tmp_path: Path, case: 
     assert {f.name for f in target.glob("*.safetensors")} == {
         f.name for f in (tmp_path / "base").glob("*.safetensors")
     }
+
+
+@pytest.mark.parametrize("dora", [True, False])
+def test_a_model_that_is_no_language_model(tmp_path: Path, dora: bool):
+    """A convolution among the layers."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        image_size=8, patch_size=4, num_labels=3,
+    )  # fmt: skip
+    targets = ["projection", "query", "dense"]
+    vit = ViTForImageClassification(config)
+    wrapped = save_pair(tmp_path, vit, target_modules=targets, use_dora=dora)
+    model = ViTForImageClassification.from_pretrained(merge(tmp_path))
+    image = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        wanted, found = (each.eval()(pixel_values=image).logits for each in (wrapped, model))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert "conv" in {layer.kind for layer in AdapterFolder(tmp_path / "adapter")}
 
 
 def reference(weight: Tensor, layer: Any) -> tuple[Tensor, Tensor]:

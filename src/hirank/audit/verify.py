@@ -23,6 +23,8 @@ def verified(
         HirankError: it does not load whole.
     """
     folder = BaseFolder(base)
+    if not _is_language_model(folder):
+        return {"told": "Not verified: only causal language models are loaded for that."}
     needed, free = _memory_needed(folder, source), _memory_free()
     if free is not None and needed > free:
         return {
@@ -36,6 +38,13 @@ def verified(
         "told": "Verified: it loads whole, and its logits are off by "
         f"{100 * found.distance:.2g} % of what the training changed.",
     }
+
+
+def _is_language_model(base: BaseFolder) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kinds = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return any(name in kinds for name in base.config.get("architectures") or [])
 
 
 def _memory_needed(base: BaseFolder, source: Path) -> int:
