@@ -6,12 +6,13 @@ AdapterFolder (, BaseFolder)  ->  audit_adapter  ->  Audit  ->  table, page, JSO
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hirank.adapters.base_files import BaseFolder
 from hirank.adapters.files import AdapterFolder, AdapterLayer
@@ -20,6 +21,7 @@ from hirank.audit.gains import LayerGains, layer_gains
 from hirank.audit.increment import adapted_rows, gain_of
 from hirank.audit.partial import Blocks, PartialSpectrum, largest_values
 from hirank.audit.rank import LayerRank, Suggestion, layer_rank, suggest
+from hirank.audit.threads import in_threads
 from hirank.audit.verdicts import Verdict, gain_verdicts, rank_verdicts
 from hirank.errors import HirankError
 
@@ -198,7 +200,7 @@ def audit_adapter(
     distortions: Mapping[str, float] | None = None,
     tick: Callable[[str], None] = lambda name: None,
 ) -> Audit:
-    """Look at every layer of an adapter, one in memory at a time.
+    """Look at every layer of an adapter, as many at a time as there are threads.
 
     Args:
         adapter: a LoRA or DoRA adapter in PEFT's format.
@@ -217,6 +219,7 @@ def audit_adapter(
             "hirank audit does not read: give an adapter of layers (target_modules)."
         )
     weights = None if base is None else BaseWeights(BaseFolder(base), folder)
+    whole = weights is not None and increments and folder.dora
     audit = Audit(
         folder=adapter,
         settings=folder.settings,
@@ -224,26 +227,46 @@ def audit_adapter(
         distortions=dict(distortions or {}),
         obstacle=folder.obstacle(),
     )
-    for layer in folder:
-        tick(layer.name)
-        audit.ranks.append(layer_rank(layer))
-        if layer.magnitude is not None:
-            m = layer.magnitude.float()
-            audit.magnitudes[layer.name] = float(m.min()), float(m.max())
-        if weights is not None:
-            _add_base(audit, layer, weights, increments=increments and folder.dora)
+    for seen in in_threads(lambda name: _look(folder.layer(name), weights, whole), folder.names):
+        tick(seen.rank.name)
+        _add(audit, seen)
     return audit
 
 
-def _add_base(audit: Audit, layer: AdapterLayer, weights: BaseWeights, *, increments: bool) -> None:
+class _Seen(NamedTuple):
+    """What there is to know about one layer."""
+
+    rank: LayerRank
+    magnitudes: tuple[float, float] | None
+    gains: LayerGains | None
+    increment: PartialSpectrum | None
+
+
+def _look(layer: AdapterLayer, weights: BaseWeights | None, whole: bool) -> _Seen:
+    rank, m = layer_rank(layer), layer.magnitude
+    span = None if m is None else (float(m.min()), float(m.max()))
+    if weights is None:
+        return _Seen(rank, span, None, None)
     weight = weights.of(layer)
-    audit.gains[layer.name] = layer_gains(layer, weight)
-    if not increments:
-        return
+    increment = _increment(layer, weight, rank) if whole else None
+    return _Seen(rank, span, layer_gains(layer, weight), increment)
+
+
+def _increment(layer: AdapterLayer, weight: Tensor, rank: LayerRank) -> PartialSpectrum:
     gain = gain_of(layer, weight)[0]
 
-    def rows() -> Any:
+    def rows() -> Iterator[Tensor]:
         return (part.adapted - part.base for part in adapted_rows(layer, weight, gain))
 
-    blocks = Blocks(audit.ranks[-1].shape, rows)
-    audit.increments[layer.name] = largest_values(blocks, min(VALUES, layer.rank))
+    return largest_values(Blocks(rank.shape, rows), min(VALUES, layer.rank))
+
+
+def _add(audit: Audit, seen: _Seen) -> None:
+    name = seen.rank.name
+    audit.ranks.append(seen.rank)
+    if seen.magnitudes is not None:
+        audit.magnitudes[name] = seen.magnitudes
+    if seen.gains is not None:
+        audit.gains[name] = seen.gains
+    if seen.increment is not None:
+        audit.increments[name] = seen.increment
