@@ -78,7 +78,10 @@ def write_adapter(folder: Path, rank: int) -> None:
 
 
 def timed(folder: Path, threads: int) -> dict[str, float]:
-    """Wall and processor seconds of the whole command, imports and all; peak memory in bytes."""
+    """Wall and processor seconds of the whole command, imports and all; peak memory in bytes.
+
+    `load` is the machine's at the end, its own two threads included; `nice` the priority.
+    """
     command = [sys.executable, "-m", "hirank", "audit", "adapter", str(folder), "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -92,6 +95,7 @@ def timed(folder: Path, threads: int) -> dict[str, float]:
         "peak_bytes": after.ru_maxrss * 1024,
         "adapter_bytes": (folder / "adapter_model.safetensors").stat().st_size,
         "load": round(load, 2),
+        "nice": os.nice(0),
     }
 
 
