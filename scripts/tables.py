@@ -1,4 +1,4 @@
-"""Bring the tables of results in README.md and benchmarks/README.md up to date.
+"""Bring the tables of results in README.md, benchmarks/README.md and docs/optim.md up to date.
 
     python scripts/tables.py [--check] [FILE ...]
 
@@ -13,7 +13,7 @@ from hirank.bench.tables import filled
 from hirank.errors import HirankError
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
+TEXTS = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "docs" / "optim.md"]
 
 
 def main(arguments: list[str]) -> int:
