@@ -61,6 +61,9 @@ def _norms(s: Setting, m: Shape) -> Iterator[Part]:
     each = 4 + ((4 if m.wide_norms else stream_bytes(s)) if trained else 0)
     yield _times(f"{m.norms} norms T h", m.norms, s.tokens, m.hidden, each)
     yield _times("their roots", m.norms, s.tokens, 4)
+    if m.wide_norms:
+        vectors = m.norms * m.hidden + (2 * m.head_dim if m.qk_norm else 0)
+        yield _times("1 + weight of each, in fp32", vectors, 4)
     if m.qk_norm:
         each = 4 + ((4 if m.wide_norms else compute_bytes(s)) if trained else 0)
         yield _times("q_norm, k_norm T (q + k)", s.tokens, m.q_width + m.kv_width, each)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from hirank.errors import HirankError
 from hirank.plan import spread
 from hirank.plan.block import Part, block_extra, block_input, forward_extra, kept_parts
 from hirank.plan.head import eval_part, final_part, head_gradient, loss_parts
@@ -38,8 +39,13 @@ def closed_form(setting: Setting, shape: Shape) -> Ledger:
     """The ledger of a setting on a model of this shape.
 
     Raises:
-        HirankError: the targets fit no layer.
+        HirankError: the targets fit no layer, or the attention cannot compute this model.
     """
+    if shape.softcapped and setting.attention == "sdpa":
+        raise HirankError(
+            f"{shape.name} passes its scores through a softcap, which sdpa cannot; set attention "
+            "to eager or flash."
+        )
     terms = [
         *_static(setting, shape),
         *_activations(setting, shape),

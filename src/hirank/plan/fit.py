@@ -126,7 +126,7 @@ def _name_of(ledger: Ledger) -> str:
     kind = max(kinds, key=lambda name: kinds[name])
     share = 100 * kinds[kind] / ledger.allocated
     verb = "is" if kind in ("optimizer state", "recomputation peak") else "are"
-    others = "" if kind == "adapters" or not kinds.get("adapters") else ", not rank"
+    others = "" if kind == "adapters" or not kinds.get("adapters") else ", not rank,"
     name = kind if kind != "logits and loss" else "logits"
     return f"{name[:1].upper()}{name[1:]}{others} {verb} {share:.0f} % of the peak"
 

@@ -39,16 +39,14 @@ def loss_parts(s: Setting, m: Shape) -> tuple[Part, Part]:
     """At the end of the forward pass, and at the worst moment of the loss's own backward pass."""
     if s.loss == "plain":
         return _plain(s, m)
-    count = scored(s)
-    tile = min(count, TOKENS) * min(WORDS, m.vocabulary) * compute_bytes(s)
-    cast = 0 if compute_bytes(s) == trained_bytes(s) else 2 * min(WORDS, m.vocabulary) * m.hidden
+    count, c = scored(s), compute_bytes(s)
+    tile = min(count, TOKENS) * WORDS * c  # made whole, however small the vocabulary
+    cast = 0 if c == trained_bytes(s) else c * min(WORDS, m.vocabulary) * m.hidden
     rows = count * m.hidden * stream_bytes(s)
-    text = f"a tile {min(count, TOKENS):,} x {min(WORDS, m.vocabulary):,}, {count:,} rows chosen"
-    chosen = rows + 13 * 4 * count
-    back = 4 * count * m.hidden + rows
-    return Part(tile + cast + chosen, text), Part(
-        tile + cast + chosen + back, f"{text}, dh in fp32"
-    )
+    text = f"a tile {min(count, TOKENS):,} x {WORDS:,}, {count:,} rows chosen"
+    forward = tile + cast + rows + 13 * 4 * count
+    back = forward + cast + 4 * count * m.hidden + rows
+    return Part(forward, text), Part(back, f"{text}, dh in fp32")
 
 
 def scored(s: Setting) -> int:
@@ -93,5 +91,5 @@ def eval_part(s: Setting, m: Shape) -> Part:
     if s.loss == "plain":
         logits = tokens * m.vocabulary * (10 if c == 2 else 8)
     else:
-        logits = min(tokens, TOKENS) * min(WORDS, m.vocabulary) * c
+        logits = min(tokens, TOKENS) * WORDS * c
     return Part(max(block, logits), f"{tokens:,} tokens without gradients")

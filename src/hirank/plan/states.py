@@ -209,14 +209,18 @@ _SPAN = 2**22
 
 
 def _low_rank_step(s: Setting, m: Shape) -> tuple[Part, Part]:
-    """A few fp32 spans of 2^22 numbers, and R, its direction and the factors of the update."""
+    """Work on 2^22 numbers at a time, more of it where moments are encoded in 8 bits; R, its
+    direction and the factors of the update."""
     hyper = hyper_of(s)
     rank = hyper.rank or 0
     width = max(max(x.out, x.inp) for x in m.linears)
     largest = max(x.each for x in m.matrices())
-    spans = 6 * 4 * min(_SPAN, largest)
+    each = 62 if hyper.state == "int8" else 22
+    spans = each * min(_SPAN, largest)
     reduced = 3 * 4 * rank * width
-    usual = Part(spans + reduced, f"6 spans of {min(_SPAN, largest):,} fp32, 3 of r x {width:,}")
+    usual = Part(
+        spans + reduced, f"{each} bytes x {min(_SPAN, largest):,}, and 3 of r x {width:,} fp32"
+    )
     basis = max((rank + 10) * (x.inp + 2 * x.out) * 4 for x in m.linears)
     refresh = Part(usual.size + basis, f"{usual.formula}, and a basis with its iteration")
     return usual, refresh
