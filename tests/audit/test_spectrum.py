@@ -43,6 +43,19 @@ def test_small_values_beside_large_ones_are_right():
     torch.testing.assert_close(found, truth, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("condition", [10, 50, 200, 1e4, 1e8])
+def test_values_are_right_to_ten_digits_whatever_the_condition(condition: float):
+    """Below about a thousand they come from Gram matrices, above from QR."""
+    f = factors(90, 70, 12, torch.float64)
+    f.B.mul_(torch.logspace(0, -math.log10(condition), 12, dtype=torch.float64))
+    Q_B, R_B = torch.linalg.qr(f.B)
+    Q_A, R_A = torch.linalg.qr(f.A.T)
+    truth = torch.linalg.svdvals(R_B @ R_A.T)
+    found = torch.tensor(product_values(f).values, dtype=torch.float64)
+    eps = torch.finfo(torch.float64).eps
+    torch.testing.assert_close(found, truth, rtol=max(1e-10, 10 * eps * condition), atol=0)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_cut_is_the_best_matrix_of_its_rank(shape: tuple[int, ...]):
     f = factors(*shape)
