@@ -136,7 +136,7 @@ def _energy(gradient: Tensor, basis: Tensor | None) -> float:
     if basis is None:
         return 1.0
     wide = gradient.double()
-    best = torch.linalg.svdvals(wide)[: basis.shape[1]].square().sum()
+    best = torch.linalg.eigvalsh(wide @ wide.T)[-basis.shape[1] :].sum()
     return float((basis.T @ wide).square().sum() / best)
 
 
