@@ -18,6 +18,7 @@ After overwriting part of a base weight through `.data`, where neither counter n
 it, call `NormCache.clear` (`hirank.accelerate` does it for every layer).
 """
 
+import functools
 import math
 import warnings
 import weakref
@@ -50,11 +51,17 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _sample(weight: Tensor) -> Tensor:
+    """A view of some entries, where the layout has one."""
     flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach().T.reshape(-1)
-    stride = max(1, flat.numel() // _SAMPLES)
-    while math.gcd(stride, flat.numel()) > 1:  # else only some rows or columns would be watched
+    return flat[:: _stride(flat.numel())]
+
+
+@functools.lru_cache(maxsize=1024)
+def _stride(entries: int) -> int:
+    stride = max(1, entries // _SAMPLES)
+    while math.gcd(stride, entries) > 1:  # else only some rows or columns would be watched
         stride += 1
-    return flat[::stride].clone()
+    return stride
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -197,7 +204,7 @@ class NormCache:
         mark = (weight.data_ptr(), version(weight), weight.shape, weight.dtype, weight.device)
         sample, base = _sample(weight), self._base
         if base is None or base.mark != mark or not _same(base.sample, sample):
-            base = self._base = _Base(mark, sample, row_square_sum(weight))
+            base = self._base = _Base(mark, sample.clone(), row_square_sum(weight))
         return base
 
     def _fingerprints(self, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,7 +82,7 @@ def plane_compose_bwd_ref(
         dlora = (dout * (gain * scale)).to(dout.dtype)
     if need_m:
         assert lora is not None
-        v = lora.to(gain.dtype) * scale
+        v = lora.to(gain.dtype) if scale == 1 else lora.to(gain.dtype) * scale
         v = v if base is None else v + base
         v = v if bias is None else v - bias[:, None]
         alive = norm > 0
