@@ -11,6 +11,7 @@ The same code runs on fake tensors and on real ones.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hirank.optim.weights import Int8Weight
 from hirank.plan.live import Live
 from hirank.plan.losses import loss_of
 from hirank.plan.setting import Setting
@@ -59,7 +61,9 @@ class Run:
 
     def _checkpoint(self) -> None:
         options = {"use_reentrant": False, "context_fn": self._recomputing}
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the name is an old one in some versions
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if self.setting.is_adapter:
             self.model.enable_input_require_grads()
 
@@ -72,10 +76,15 @@ class Run:
             yield
 
     def _adopt(self) -> None:
-        adapter = "adapters" if self.setting.is_adapter else "weights"
         for p in self.model.parameters():
-            self.live.adopt([p], adapter if p.requires_grad else "weights")
+            self.live.adopt([p], self._class_of(p))
         self.live.adopt(self.model.buffers(), "weights")
+        self.live.phase = "between"
+
+    def _class_of(self, p: Tensor) -> str:
+        if isinstance(p, Int8Weight):
+            return "quantised weights"
+        return "adapters" if self.setting.is_adapter and p.requires_grad else "weights"
 
     def _has_gradient(self, p: Tensor) -> None:
         if p.grad is not None:

@@ -7,7 +7,6 @@ Flash attention is taken to save what SDPA saves: its output and a number for ea
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from typing import Any
 
@@ -31,7 +30,7 @@ _PHASES = {
     "step": "optimizer step",
     "refresh": "refresh step",
 }
-"""Phases of a step, and what a ledger calls them."""
+"""Phases of a step, and what a ledger calls them; what lies between steps is none."""
 
 
 def trace(setting: Setting, config: Any, *, gpu: bool = True) -> Ledger:
@@ -48,10 +47,10 @@ def trace(setting: Setting, config: Any, *, gpu: bool = True) -> Ledger:
     check_traceable(setting)
     depth = depth_of(config)
     if depth <= 2:
-        return _ledger(peaks(moments_of(setting, config, gpu)))
+        return _ledger(setting, peaks(moments_of(setting, config, gpu)))
     depths = _depths(config)
     small, large = (moments_of(setting, with_depth(config, d), gpu) for d in depths)
-    return _ledger(peaks_at(depth, small, large, depths))
+    return _ledger(setting, peaks_at(depth, small, large, depths))
 
 
 def _depths(config: Any) -> tuple[int, int]:
@@ -71,10 +70,7 @@ def moments_of(setting: Setting, config: Any, gpu: bool) -> list[Moment]:
         give_fakes(model)
         run = Run(setting, model, optimizer_for)
         _steps(run)
-    found = list(run.live.moments())
-    del run, model
-    gc.collect()  # hooks and models hold each other
-    return found
+    return list(run.live.moments())
 
 
 def _steps(run: Run) -> None:
@@ -86,10 +82,12 @@ def _steps(run: Run) -> None:
     run.step("step")
 
 
-def _ledger(found: dict[str, Moment]) -> Ledger:
+def _ledger(setting: Setting, found: dict[str, Moment]) -> Ledger:
     phases: dict[str, Counter[str]] = {}
     for phase, moment in found.items():
-        name = _PHASES[phase]
+        name = _PHASES.get(phase)
+        if name is None or (name == "refresh step" and not setting.is_low_rank):
+            continue
         if name not in phases or moment.total > phases[name].total():
             phases[name] = moment.kinds
     return Ledger({name: dict(+kinds) for name, kinds in phases.items()})

@@ -1,0 +1,96 @@
+"""A trace without numbers sees what a real step allocates, to the byte, and any depth from two."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hirank.errors import HirankError
+from hirank.optim import rules, state
+from hirank.plan import gpu
+from hirank.plan.depth import peaks, peaks_at
+from hirank.plan.setting import Setting
+from hirank.plan.step import Run
+from hirank.plan.subject import build, optimizer_for, with_depth
+from hirank.plan.trace import moments_of, trace
+
+TINY = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=160,
+    tie_word_embeddings=False,
+)
+
+METHODS = {
+    "full": {"method": "full", "loss": "plain"},
+    "full, foreach": {"method": "full", "step": "foreach", "attention": "eager"},
+    "lora": {"method": "lora", "accumulation": 2},
+    "dora": {"method": "dora", "checkpointing": True, "loss": "plain"},
+    "dora of PEFT": {"method": "dora-peft"},
+    "galore": {"method": "galore", "step_in_backward": True},
+    "qgalore": {"method": "qgalore"},
+}
+
+
+def setting(**changes):
+    return Setting(**{"model": "tiny", "rank": 4, "sequence": 48, "batch": 2} | changes)
+
+
+def really(given, config):
+    """The moments of a real step on this CPU."""
+    model = build(given, config).to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        torch.nn.init.normal_(tensor, std=0.02)
+    run = Run(given, model, optimizer_for)
+    (run.step if given.step_in_backward else lambda _: run.start_states())("refresh")
+    run.step("step")
+    return list(run.live.moments())
+
+
+@pytest.mark.parametrize("changes", METHODS.values(), ids=METHODS)
+def test_a_trace_counts_what_a_real_step_allocates(changes):
+    given = setting(**changes)
+    traced, real = (peaks(m) for m in (moments_of(given, TINY, False), really(given, TINY)))
+    assert traced.keys() == real.keys()
+    for phase, moment in real.items():
+        assert traced[phase].total == pytest.approx(moment.total, rel=0.01), phase
+        assert traced[phase].op == moment.op, phase
+
+
+def test_leaving_out_spans_changes_no_peak(monkeypatch):
+    given = setting(method="qgalore", targets=("q_proj",), sequence=8)
+    monkeypatch.setattr(state, "SPAN", 1024)
+    monkeypatch.setattr(rules, "SPAN", 1024)
+    few = peaks(moments_of(given, TINY, True))
+    monkeypatch.setattr(gpu, "_few", lambda parts: parts)
+    every = peaks(moments_of(given, TINY, True))
+    assert {p: m.kinds for p, m in few.items()} == {p: m.kinds for p, m in every.items()}
+
+
+def test_two_depths_tell_every_other_one_exactly():
+    given = setting(method="dora", rank=2)
+    small, large, deep = (moments_of(given, with_depth(TINY, d), True) for d in (2, 3, 5))
+    foretold, seen = peaks_at(5, small, large, (2, 3)), peaks(deep)
+    assert {p: m.kinds for p, m in foretold.items()} == {p: m.kinds for p, m in seen.items()}
+
+
+def test_a_ledger_has_the_phases_of_a_step():
+    ledger = trace(setting(method="lora"), TINY)
+    assert set(ledger.phases) == {
+        "load", "forward end", "loss backward", "block backward", "optimizer step",
+    }  # fmt: skip
+    assert ledger.phases["load"]["weights"] < ledger.allocated
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": "full", "world": 2, "sharding": "fsdp2"}, "sees one process"),
+        ({"method": "qlora"}, "knows no NF4"),
+    ],
+)
+def test_what_a_trace_cannot_show_is_refused(changes, said):
+    with pytest.raises(HirankError, match=said):
+        trace(setting(**changes), TINY)
