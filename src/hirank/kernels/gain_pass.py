@@ -99,6 +99,8 @@ def gain_backward_ref(
         if y is not None:
             v = y[block].to(gain.dtype) if bias is None else y[block].to(gain.dtype) - bias
             out += (dy[block] * v).sum(0)
+    if bool((alive & readable).all()):  # the ordinary case: g norm is m
+        return t, (out / magnitude).to(magnitude.dtype)
     out /= torch.where(readable, gain, 1)
     rows = (alive & ~readable).nonzero().squeeze(1)
     if rows.numel():
