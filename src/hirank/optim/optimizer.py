@@ -297,7 +297,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         rival = self.adamw_8bit_cost()
         if self.cost() < rival:
             return ""
-        return f", not below 8-bit AdamW's {rival:,}; a smaller rank or state='int8' takes less"
+        return f", not below the {rival:,} of 8-bit AdamW; a smaller rank or int8 moments take less"
 
 
 def _gradient_bytes(p: Tensor) -> int:
