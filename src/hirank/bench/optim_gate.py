@@ -19,7 +19,7 @@ from hirank.bench.optim_rivals import PerLayer
 from hirank.optim import bases
 from hirank.optim.optimizer import LowRankAdamW
 
-__all__ = ["Verdict", "judged", "verdict"]
+__all__ = ["Verdict", "judged", "ratios", "verdict"]
 
 SHAPE, RANK, STEPS, LR, SCALE = (512, 768), 64, 5, 0.02, 0.5
 BETAS, EPS = (0.9, 0.999), 1e-8
