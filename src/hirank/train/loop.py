@@ -23,6 +23,7 @@ from hirank.train.config import dump_config, resolved
 from hirank.train.evaluate import EvalConfig
 from hirank.train.interrupt import Interrupt
 from hirank.train.optim import interval, trainer_settings
+from hirank.train.planned import told_after
 from hirank.train.prepare import Prepared, prepare
 from hirank.train.quiet import quiet, say
 from hirank.train.run import alone_in, claim_run_dir, cleared_on_failure, versions
@@ -162,6 +163,7 @@ class _Run:
             trainable_params=trainable,
             total_params=total,
             layers=applied.layers,
+            **({"planned": prepared.planned.as_dict()} if prepared.planned else {}),
             **({"optimizer": lowrank.facts(optimizer)} if optimizer else {}),
         )
         self._say(f"{trainable:,} of {total:,} parameters are trained, {prepared.steps} steps")
@@ -266,8 +268,19 @@ class _Run:
             save_weights(trainer.model, self.prepared.tokenizer, self.last)
             self._samples(trainer, log, "after")
         status: Literal["finished", "interrupted"] = "finished" if finished else "interrupted"
-        log.append("end", step, status=status, best_step=trainer.state.best_global_step)
+        measured = self._peak()
+        found = {} if measured is None else {"peak_allocated_bytes": measured}
+        log.append("end", step, status=status, best_step=trainer.state.best_global_step, **found)
+        if (said := told_after(self.prepared.planned, measured)) is not None:
+            self._say(said)
         return self._result(status, step)
+
+    def _peak(self) -> int | None:
+        """The most that was in tensors on the GPU; None on a CPU."""
+        import torch
+
+        device = model.pick_device(self.config.model)
+        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
     def _result(self, status: Literal["finished", "interrupted"], step: int) -> RunResult:
         from hirank.train.card import write_card

@@ -1,35 +1,129 @@
-"""What a run will need, as `hirank plan` sees it: its configuration as a Setting of the plan."""
+"""What a run will need, as `hirank plan` sees it; one line before it, one after it.
+
+On a GPU a run whose tensors alone exceed the memory is refused before its weights are loaded. On a
+CPU the numbers are told, as memory there is shared and can be paged.
+"""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hirank.errors import HirankError
+from hirank.plan.closed import closed_form
+from hirank.plan.inventory import KNOWN, read_shape
 from hirank.plan.setting import Setting
+from hirank.plan.sizes import gib
 
 if TYPE_CHECKING:
+    import torch
+
     from hirank.train.config import TrainConfig
 
-__all__ = ["setting_of"]
+__all__ = ["Planned", "check_fits", "plan_run", "setting_of", "told_after"]
+
+OBVIOUS = 1.05
+"""Times the memory: beyond what the plan may be wrong by."""
 
 
-def setting_of(config: TrainConfig, longest: int | None = None) -> Setting:
-    """The run on a GPU: bf16 autocast, torch's fused AdamW, TRL's loss, adapters in fp32.
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a run, as its log keeps it."""
+
+    allocated: int
+    """Bytes in tensors at the peak."""
+    moment: str
+    dominating: str
+    capacity: int | None
+    """Bytes of the GPU; None on a CPU."""
+
+    @property
+    def line(self) -> str:
+        """One line before the run."""
+        of = f" of {gib(self.capacity)}" if self.capacity else ""
+        return f"plan: peak {gib(self.allocated)}{of} at {self.moment}, most of it {self._most}"
+
+    @property
+    def _most(self) -> str:
+        return "logits" if self.dominating == "logits and loss" else self.dominating
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the log."""
+        return asdict(self)
+
+
+def plan_run(
+    config: TrainConfig, architecture: Any, longest: int, device: torch.device
+) -> Planned | None:
+    """The plan; None if none is wanted or the closed form does not know the architecture.
+
+    Args:
+        config: resolved.
+        architecture: the model's configuration, as Transformers has it.
+        longest: tokens of the longest row.
+        device: where it will be trained.
+    """
+    settings = architecture.to_dict()
+    kind = settings.get("text_config", settings).get("model_type")
+    if config.run.plan == "none" or kind not in KNOWN:
+        return None
+    shape = read_shape(settings, config.model.name)
+    gpu = device.type == "cuda"
+    ledger = closed_form(setting_of(config, longest, gpu=gpu), shape)
+    return Planned(ledger.allocated, ledger.moment, ledger.dominating, _memory_of(device))
+
+
+def _memory_of(device: torch.device) -> int | None:
+    import torch
+
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def check_fits(planned: Planned | None, config: TrainConfig) -> None:
+    """Raise HirankError if the tensors alone are too much for the GPU, by more than a plan errs."""
+    if planned is None or planned.capacity is None or config.run.plan != "check":
+        return
+    if planned.allocated > OBVIOUS * planned.capacity:
+        raise HirankError(
+            f"This run needs about {gib(planned.allocated)} and the GPU has "
+            f"{gib(planned.capacity)}; see hirank plan CONFIG --fit '{gib(planned.capacity)}' for "
+            "what to change, or set run.plan to say to try it all the same."
+        )
+
+
+def told_after(planned: Planned | None, measured: int | None) -> str | None:
+    """One line after the run: what was planned and what was seen."""
+    if planned is None or measured is None:
+        return None
+    off = 100 * (planned.allocated / measured - 1)
+    return f"peak memory {gib(measured)}, planned {gib(planned.allocated)} ({off:+.0f} %)"
+
+
+# The setting.
+
+
+def setting_of(config: TrainConfig, longest: int | None = None, *, gpu: bool = True) -> Setting:
+    """The run as the plan sees it: on a GPU bf16 autocast, torch's fused AdamW, TRL's loss.
 
     Args:
         config: resolved or not.
         longest: tokens of the longest row, where the data was read; else data.max_length counts.
+        gpu: whether it runs on a GPU.
     """
     method, optim, data = config.method, config.optim, config.data
     low_rank = method.method.optimizer is not None
     name = "dora-peft" if method.name == "dora" and not method.accelerate else method.name
     targets = method.target_modules
-    whole = not (method.method.adapter or low_rank)
+    wide = not gpu or not (method.method.adapter or low_rank)
     values: dict[str, Any] = {
         "model": config.model.name,
         "method": name,
         "rank": method.r,
         "targets": targets if isinstance(targets, str) else tuple(targets),
-        "base_dtype": _dtype(config.model.dtype, whole=whole),
+        "base_dtype": _dtype(config.model.dtype, wide=wide),
+        "autocast": gpu,
         "step_in_backward": method.step_in_backward,
         "accumulation": optim.grad_accum,
         "checkpointing": optim.checkpointing,
@@ -44,9 +138,9 @@ def setting_of(config: TrainConfig, longest: int | None = None) -> Setting:
     return Setting(**values)
 
 
-def _dtype(name: str, *, whole: bool) -> str:
+def _dtype(name: str, *, wide: bool) -> str:
     if name == "auto":
-        return "fp32" if whole else "bf16"
+        return "fp32" if wide else "bf16"
     return {"float32": "fp32", "bfloat16": "bf16"}[name]
 
 

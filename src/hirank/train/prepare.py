@@ -20,6 +20,7 @@ from hirank.train.checkpoint import Checkpoint, open_checkpoint, run_of
 from hirank.train.evaluate import Question, need_questions, questions
 from hirank.train.optim import planned_steps
 from hirank.train.parent import step_notice
+from hirank.train.planned import Planned, check_fits, plan_run
 from hirank.train.quiet import say, without_bars
 from hirank.train.run import check_run_dir
 from hirank.train.runlog import read_log
@@ -48,6 +49,7 @@ class Prepared:
     questions: list[Question]
     trainable: int  # parameters
     steps: int
+    planned: Planned | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -70,13 +72,16 @@ def prepare(config: TrainConfig, console: Console, resume: Path | None = None) -
     model.locate(config.model.name)
     examples = load_examples(config.data)
     say(console, str(examples.counts))
-    model.pick_device(config.model)
+    device = model.pick_device(config.model)
     without_bars()  # here, because what comes before is quick to refuse
     tokenizer = model.load_tokenizer(config.model)
     train_set, eval_set = _encode(config, examples, tokenizer)
     for part in (train_set, eval_set):
         _tell_left_out(part, config, console)
-    shape = model.meta_model(config.model, model.load_architecture(config.model))
+    architecture = model.load_architecture(config.model)
+    planned = plan_run(config, architecture, max(train_set.lengths), device)
+    check_fits(planned, config)
+    shape = model.meta_model(config.model, architecture)
     for part in (train_set, eval_set):
         _check_fits(part, shape)
     prepared = Prepared(
@@ -89,8 +94,11 @@ def prepare(config: TrainConfig, console: Console, resume: Path | None = None) -
         questions=_questions(config, examples, tokenizer),
         trainable=methods.check(shape, config.method),
         steps=planned_steps(config.optim, len(train_set.dataset)),
+        planned=planned,
     )
     _check_same_data(prepared)
+    if planned is not None:
+        say(console, planned.line)
     return prepared
 
 

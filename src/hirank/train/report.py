@@ -126,10 +126,18 @@ def _cards(run: Summary) -> list[Card]:
         None if run.eval_loss else _train_card(run),
         _card("Time", run.seconds, duration_text, f"{run.last_step:,} optimizer steps"),
         _card("Speed", run.tokens_per_s, lambda n: f"{n:,.0f} tokens/s", _tokens_note(run)),
-        _card("Peak memory", run.peak_memory, bytes_text, "of the training process"),
+        _card("Peak memory", run.peak_memory, bytes_text, _memory_note(run)),
         _trainable_card(run),
     ]
     return [card for card in cards if card is not None]
+
+
+def _memory_note(run: Summary) -> str:
+    """What was planned stands beside it where the run was on a GPU, which the plan knows."""
+    planned = run.start.get("planned")
+    if not isinstance(planned, dict) or not planned.get("capacity"):
+        return "of the training process"
+    return f"planned {bytes_text(planned['allocated'])}"
 
 
 def _card(label: str, value: float | None, form: Any, note: str) -> Card | None:

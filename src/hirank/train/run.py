@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
 
@@ -62,6 +62,10 @@ class RunConfig(Strict):
 
     keep: PositiveInt = 2
     """How many checkpoints are kept; the oldest go first."""
+
+    plan: Literal["check", "say", "none"] = "check"
+    """check: say how much memory is planned for, and refuse a run whose tensors alone exceed the
+    GPU. say: never refuse. none: no plan."""
 
     @field_validator("dir", "parent")
     @classmethod
