@@ -25,6 +25,8 @@ SETTINGS = [
     {"method": "lora", "attention": "eager"},
     {"method": "lora", "autocast": False, "loss": "plain", "checkpointing": True},
     {"method": "dora"},
+    {"method": "qlora", "checkpointing": True},
+    {"method": "qdora", "eval_batch": 1, "targets": ("q_proj", "down_proj")},
     {"method": "dora-peft"},
     {"method": "galore", "checkpointing": True, "sequence": 64},
 ]

@@ -63,10 +63,18 @@ def _few(parts: Callable[..., Iterable[slice]]) -> Callable[..., list[slice]]:
 
 
 @contextmanager
-def as_on_gpu(*, masked: bool) -> Iterator[None]:
-    """hirank's layers and optimisers make the tensors inside that they make on an H200."""
+def as_on_gpu(*, masked: bool, quantised: bool = False) -> Iterator[None]:
+    """hirank's layers and optimisers make the tensors inside that they make on an H200.
+
+    `quantised`: as if the weights of adapted layers were no floats, which are then made for each
+    forward and each backward pass of a layer.
+    """
     with ExitStack() as stack:
         stack.enter_context(as_fake(masked=masked))
+        if quantised:
+            for name, place in (("dora_linear_fwd_ref", 1), ("dora_linear_bwd_ref", 4)):
+                with_floats = _with_floats(getattr(dora_linear, name), place)
+                stack.enter_context(_replaced(dora_linear, name, with_floats))
         for owner, name, new in (
             (dora_linear, "gain_pass_for", lambda *asked: _GAIN_PASS),
             (dora_linear, "joined_gemm", lambda tile, out, *operands, **more: out),
@@ -86,6 +94,18 @@ def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, old)
+
+
+def _with_floats(run: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """`run`, with a weight [N, K] in the dtype of its first operand alive beside it."""
+
+    def found(*operands: Any, **more: Any) -> Any:
+        floats = torch.empty_like(operands[place], dtype=operands[0].dtype)
+        made = run(*operands, **more)
+        del floats
+        return made
+
+    return found
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -93,17 +93,18 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._log.append((str(func), self.phase, tuple(n for n in born if n >= 0)))
         return out
 
-    def adopt(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Count tensors that exist already, or say what those are that are counted."""
+    def adopt(self, tensors: Iterable[Tensor], kind: str, size: int | None = None) -> None:
+        """Count tensors that exist already, or say what those are that are counted.
+
+        `size`: what each is to count for, if it stands for something else.
+        """
         born = []
-        for tensor in tensors:
-            for part in _parts(tensor):
-                number = self._number(part)
-                if number is None:
-                    number = self._new(part)
-                    born.append(number)
-                if number >= 0:
-                    self._blocks[number].kind = kind
+        for part in (part for tensor in tensors for part in _parts(tensor)):
+            number = self._number(part)
+            if number is None:
+                number = self._new(part, size)
+                born.append(number)
+            self._blocks[number].kind = kind
         if born:
             self._log.append(("adopt", self.phase, tuple(born)))
 
@@ -145,14 +146,14 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.get(id(tensor.untyped_storage()))
         return None if known is None else known[1]
 
-    def _new(self, tensor: Tensor) -> int:
+    def _new(self, tensor: Tensor, size: int | None = None) -> int:
         """Count a storage; -1 if it is counted already."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._known:
             return -1
         number = len(self._blocks)
-        size = rounded(storage.nbytes())
+        size = rounded(storage.nbytes() if size is None else size)
         self._blocks.append(_Block(size, self.phase, usual=self.usual))
         self._known[key] = weakref.ref(storage, lambda _: self._free(key, number)), number
         self.total += size

@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from hirank.optim.weights import Int8Weight
 from hirank.plan.live import Live
 from hirank.plan.losses import loss_of
 from hirank.plan.setting import Setting
-from hirank.plan.subject import states_of
+from hirank.plan.states import nf4_bytes
+from hirank.plan.subject import in_nf4, states_of
 
 __all__ = ["KEPT", "LOGITS", "TEMPORARY", "Run"]
 
@@ -76,8 +78,13 @@ class Run:
             yield
 
     def _adopt(self) -> None:
+        packed = in_nf4(self.model) if self.setting.is_quantised else []
+        for p in packed:
+            self.live.adopt([p], "quantised weights", nf4_bytes(p.numel()))
+        known = {id(p) for p in packed}
         for p in self.model.parameters():
-            self.live.adopt([p], self._class_of(p))
+            if id(p) not in known:
+                self.live.adopt([p], self._class_of(p))
         self.live.adopt(self.model.buffers(), "weights")
         self.live.phase = "between"
 
@@ -115,6 +122,16 @@ class Run:
             self.optimizer.step()
             self.live.adopt(states_of(self.optimizer), "optimizer state")
             self.optimizer.zero_grad(set_to_none=True)
+
+    def evaluate(self) -> None:
+        """A forward pass without gradients."""
+        rows = replace(self.setting, batch=self.setting.eval_batch)
+        self.model.eval()
+        with self.live, self.live.during("evaluation", KEPT), torch.no_grad():
+            ids = torch.zeros(rows.batch, rows.sequence, dtype=torch.long)
+            with torch.autocast("cpu", torch.bfloat16, enabled=rows.autocast):
+                loss_of(rows, self.model, ids)
+        self.model.train()
 
     def start_states(self) -> None:
         """The first step of the optimiser without the passes before it: gradients of zeros."""

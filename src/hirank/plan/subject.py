@@ -18,7 +18,7 @@ from hirank.errors import HirankError
 from hirank.plan.setting import Setting
 
 __all__ = ["DTYPES", "build", "check_traceable", "depth_of", "optimizer_for"]
-__all__ += ["states_of", "with_depth"]
+__all__ += ["in_nf4", "states_of", "with_depth"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -36,10 +36,6 @@ def check_traceable(setting: Setting) -> None:
     if setting.sharding != "none":
         raise HirankError(
             f"A trace sees one process, and sharding is {setting.sharding}; use the closed form."
-        )
-    if setting.is_quantised:
-        raise HirankError(
-            f"A trace knows no NF4 weights, which {setting.method} has; use the closed form."
         )
 
 
@@ -102,14 +98,26 @@ def _adapted(model: Any, setting: Setting) -> Any:
         made = get_peft_model(model, config, autocast_adapter_dtype=wide)
         if setting.method != "dora-peft":
             made = accelerate(made)
-    _widen_magnitudes(made)
+    for name, p in made.named_parameters():
+        if "lora_magnitude_vector" in name:
+            p.data = p.data.float()
+    if setting.kbit_upcast:
+        _upcast(made)
     return made
 
 
-def _widen_magnitudes(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if "lora_magnitude_vector" in name:
+def _upcast(model: nn.Module) -> None:
+    packed = {id(p) for p in in_nf4(model)}
+    for p in model.parameters():
+        if not p.requires_grad and id(p) not in packed:
             p.data = p.data.float()
+
+
+def in_nf4(model: Any) -> list[Tensor]:
+    """The weights that bitsandbytes would quantise: of all linears but the output head."""
+    head = model.get_output_embeddings()
+    linears = (m for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+    return [linear.weight for linear in linears if not linear.weight.requires_grad]
 
 
 # The optimiser.

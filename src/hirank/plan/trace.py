@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from hirank.errors import HirankError
 from hirank.plan.depth import peaks, peaks_at
 from hirank.plan.faked import faking, give_fakes
+from hirank.plan.find import find_config
 from hirank.plan.gpu import as_fake, as_on_gpu
 from hirank.plan.ledger import Ledger
 from hirank.plan.live import Moment
@@ -19,7 +21,7 @@ from hirank.plan.setting import Setting
 from hirank.plan.step import Run
 from hirank.plan.subject import build, check_traceable, depth_of, optimizer_for, with_depth
 
-__all__ = ["moments_of", "trace"]
+__all__ = ["moments_of", "trace", "trace_of"]
 
 _PHASES = {
     "load": "load",
@@ -29,6 +31,7 @@ _PHASES = {
     "blocks back": "block backward",
     "step": "optimizer step",
     "refresh": "refresh step",
+    "evaluation": "evaluation",
 }
 """Phases of a step, and what a ledger calls them; what lies between steps is none."""
 
@@ -53,6 +56,26 @@ def trace(setting: Setting, config: Any, *, gpu: bool = True) -> Ledger:
     return _ledger(setting, peaks_at(depth, small, large, depths))
 
 
+def trace_of(setting: Setting) -> Ledger:
+    """The ledger of a setting, its model looked up by name as the closed form does.
+
+    Raises:
+        HirankError: there is no such model, Transformers does not know it, or a trace cannot show
+            the setting.
+    """
+    from transformers import CONFIG_MAPPING
+
+    found, title = find_config(setting.model)
+    found = dict(found.get("text_config") or found)
+    kind = found.pop("model_type", None)
+    if kind not in CONFIG_MAPPING:
+        raise HirankError(
+            f"{title} is of the architecture {kind}, which this Transformers does not have; "
+            "install a newer one, or use the closed form."
+        )
+    return trace(setting, CONFIG_MAPPING[kind](**found))
+
+
 def _depths(config: Any) -> tuple[int, int]:
     """Two depths that both have the blocks of the model in their right shares."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or [None]
@@ -65,8 +88,9 @@ def _depths(config: Any) -> tuple[int, int]:
 def moments_of(setting: Setting, config: Any, gpu: bool) -> list[Moment]:
     """What is alive after every operation of one step of this very model, on fake tensors."""
     model = build(setting, config)
-    ways = as_on_gpu if gpu else as_fake
-    with faking(), ways(masked=setting.packing):
+    masked, packed = setting.packing and setting.attention != "flash", setting.is_quantised
+    ways = as_on_gpu(masked=masked, quantised=packed) if gpu else as_fake(masked=masked)
+    with faking(), ways:
         give_fakes(model)
         run = Run(setting, model, optimizer_for)
         _steps(run)
@@ -80,6 +104,8 @@ def _steps(run: Run) -> None:
     else:
         run.start_states()
     run.step("step")
+    if run.setting.eval_batch:
+        run.evaluate()
 
 
 def _ledger(setting: Setting, found: dict[str, Moment]) -> Ledger:
