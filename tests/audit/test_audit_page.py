@@ -15,7 +15,11 @@ from typer.testing import CliRunner, Result
 
 from audit.on_disk import saved
 from helpers import save_tiny_model, tiny_llama
+from hirank.adapters.base_files import BaseFolder
 from hirank.adapters.files import AdapterFolder
+from hirank.adapters.merge_files import write_merged
+from hirank.adapters.merge_plan import Rounding, plan_merge
+from hirank.audit.merge import FidelityMeter
 from hirank.audit.page import page_html
 from hirank.audit.rank import LayerRank
 from hirank.audit.spectrum import Spectrum
@@ -84,7 +88,7 @@ def test_the_page_has_verdicts_first_then_numbers_and_plots(llama: Path):
         assert words in page.text
     figures = json.loads(page.scripts[0])
     kinds = Counter(trace["type"] for figure in figures for trace in figure["data"])
-    assert kinds["heatmap"] == 5 and kinds["bar"] == 1 and kinds["scatter"] == 5
+    assert kinds["heatmap"] == 6 and kinds["bar"] == 1 and kinds["scatter"] == 5
 
 
 def test_without_a_base_the_page_says_what_the_files_say(llama: Path):
@@ -93,11 +97,19 @@ def test_without_a_base_the_page_says_what_the_files_say(llama: Path):
     assert "Give --base" not in Page(page_html(audit_adapter(llama / "lora"))).text
 
 
-def test_merge_distortions_get_a_map(llama: Path):
-    names = AdapterFolder(llama / "lora").names
-    audit = audit_adapter(llama / "lora", distortions={name: 0.5 for name in names})
-    assert "Merge distortion" in Page(page_html(audit)).text
-    assert audit.as_dict()["layers"][0]["merge_distortion"] == 0.5
+def test_merge_distortions_get_a_map_and_a_verdict(llama: Path):
+    """They are those that the merge itself measures."""
+    base, adapter = BaseFolder(llama / "base"), AdapterFolder(llama / "dora")
+    meter = FidelityMeter()
+    write_merged(plan_merge(base, adapter, Rounding(torch.bfloat16)), None, meter)
+    audit = audit_adapter(llama / "dora", llama / "base")
+    page = Page(page_html(audit))
+    assert "Merge distortion" in page.text and "merge to bfloat16" in page.text
+    for layer in meter.result().layers:
+        assert audit.distortions[layer.name] == pytest.approx(layer.distortion, rel=1e-4)
+    told = audit.as_dict()["layers"][0]
+    assert told["merge_distortion"] == audit.distortions[told["name"]]
+    assert audit_adapter(llama / "dora").merge is None
 
 
 def test_nothing_is_asked_of_the_network(llama: Path):

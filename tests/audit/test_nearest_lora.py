@@ -140,7 +140,7 @@ def test_what_no_lora_reaches_is_told(tmp_path: Path):
 
 
 def test_a_layer_above_the_limit_is_refused_by_name(llama: Path, tmp_path: Path):
-    with pytest.raises(HirankError, match=r"A LoRA of rank 1 misses .* in model.embed_tokens, more than"):
+    with pytest.raises(HirankError, match=r"of rank 1 misses .* in model.embed_tokens, more than"):
         lora_of_adapter(
             llama / "adapter", llama / "base", tmp_path / "lora", rank=1, max_error=0.01
         )

@@ -8,6 +8,7 @@ left of the others is off by up to as much. The weight looks fine; the training 
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -65,11 +66,19 @@ class Fidelity:
     dtype: str
     total: LayerFidelity
     layers: list[LayerFidelity]
+    distance: float | None = None
+    """Of the logits, see `hirank.audit.served`; None: the merged model was not loaded."""
 
     @property
     def verdict(self) -> Verdict:
-        """Of all layers together: their errors and increments add up."""
-        return _verdict(self.total.distortion)
+        """Of all layers together: their errors and increments add up.
+
+        Errors are independent of each other and increments are not, so a model may keep what its
+        weights seem to lose: logits that kept most of it make a destroyed merge a lossy one.
+        """
+        found = _verdict(self.total.distortion)
+        kept = self.distance is not None and self.distance < DESTROYED
+        return "lossy" if found == "destroyed" and kept else found
 
     @property
     def worst(self) -> LayerFidelity:
@@ -83,10 +92,13 @@ class Fidelity:
         if self.verdict == "safe":
             return f"{kept}: serve the merged model."
         if self.verdict == "lossy":
-            return f"{kept}: serve the adapter unmerged, or merge with --dtype float32."
+            return (
+                f"{kept}, of which much may average out: see with --check what the model keeps, or "
+                "serve the adapter unmerged, or merge with --dtype float32."
+            )
         return (
             f"Rounding to {self.dtype} ruins {cost}: serve the adapter unmerged, "
-            " merge with --dtype float32, or train with a larger scale or learning rate."
+            "merge with --dtype float32, or train with a larger scale or learning rate."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,13 +139,22 @@ class FidelityMeter:
             )
         )
 
-    def result(self) -> Fidelity:
-        """What was seen so far."""
+    @classmethod
+    def joined(cls, meters: Iterable["FidelityMeter"]) -> "FidelityMeter":
+        """One that saw what all of them saw, each other layers."""
+        whole = cls()
+        for meter in meters:
+            whole._sums |= meter._sums
+            whole._dtype = meter._dtype
+        return whole
+
+    def result(self, distance: float | None = None) -> Fidelity:
+        """What was seen so far; `distance` of the logits, if it was measured."""
         total = _Sums()
         for sums in self._sums.values():
             total.add(sums)
         layers = [_layer(name, sums) for name, sums in self._sums.items()]
-        return Fidelity(self._dtype, _layer("all layers", total), layers)
+        return Fidelity(self._dtype, _layer("all layers", total), layers, distance)
 
 
 def _layer(name: str, sums: _Sums) -> LayerFidelity:

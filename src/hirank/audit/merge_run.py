@@ -61,11 +61,11 @@ def merge_and_measure(
         report["gap"] = weight_gap(plan).as_dict()
 
     def finish(draft: Path) -> None:
-        report["fidelity"] = meter.result().as_dict()
-        if report["fidelity"]["verdict"] == "destroyed" and not force:
-            raise _Destroyed
         if verify:
             report["verified"] = verified(*folders, draft, trained_on=plan.trained_on)
+        report["fidelity"] = meter.result(_distance(report)).as_dict()
+        if report["fidelity"]["verdict"] == "destroyed" and not force:
+            raise _Destroyed
         if prompts is not None:
             found = served(*folders, draft, prompts, trained_on=plan.trained_on)
             report["check"] = found.as_dict()
@@ -75,5 +75,10 @@ def merge_and_measure(
         write_merged(plan, target, meter, finish)
     except _Destroyed:
         report["out"] = None
-    report["fidelity"] = meter.result().as_dict()
+    report["fidelity"] = meter.result(_distance(report)).as_dict()
     return report
+
+
+def _distance(report: dict[str, Any]) -> float | None:
+    found: float | None = report.get("verified", {}).get("distance")
+    return found

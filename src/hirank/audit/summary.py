@@ -6,8 +6,8 @@ AdapterFolder (, BaseFolder)  ->  audit_adapter  ->  Audit  ->  table, page, JSO
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +16,16 @@ from torch import Tensor
 
 from hirank.adapters.base_files import BaseFolder
 from hirank.adapters.files import AdapterFolder, AdapterLayer
+from hirank.adapters.merge_files import merge_matrix
 from hirank.audit.base_weights import BaseWeights
+from hirank.audit.factors import groups_of
 from hirank.audit.gains import LayerGains, layer_gains
 from hirank.audit.increment import adapted_rows, gain_of
+from hirank.audit.merge import Fidelity, FidelityMeter
 from hirank.audit.partial import Blocks, PartialSpectrum, largest_values
 from hirank.audit.rank import LayerRank, Suggestion, layer_rank, suggest
 from hirank.audit.threads import in_threads
-from hirank.audit.verdicts import Verdict, gain_verdicts, rank_verdicts
+from hirank.audit.verdicts import Verdict, gain_verdicts, merge_verdict, rank_verdicts
 from hirank.errors import HirankError
 
 __all__ = ["VALUES", "Audit", "Group", "audit_adapter", "kind_of"]
@@ -42,8 +45,8 @@ class Audit:
     """By layer; empty without the base."""
     increments: dict[str, PartialSpectrum] = field(default_factory=dict)
     """Spectra of g (W + s B A) - W by layer, for DoRA with its base: the largest values."""
-    distortions: dict[str, float] = field(default_factory=dict)
-    """What rounding to the target dtype does to each layer's increment in a merge, relative."""
+    merge: Fidelity | None = None
+    """What a merge would lose, where the base was given."""
     magnitudes: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Smallest and largest m of each DoRA layer."""
     obstacle: str | None = None
@@ -70,6 +73,11 @@ class Audit:
         step = math.fsum(g.step_norm**2 for g in self.gains.values())
         return math.sqrt(step / base) if base else None
 
+    @property
+    def distortions(self) -> dict[str, float]:
+        """What rounding does to each layer's increment in a merge, relative; with the base."""
+        return {} if self.merge is None else {x.name: x.distortion for x in self.merge.layers}
+
     def kept(self, rank: int) -> float:
         """Share of the energy of s B A in all layers that truncation to `rank` would keep."""
         total = self.norm**2
@@ -81,6 +89,8 @@ class Audit:
         found = rank_verdicts(self.ranks)
         if self.dora and self.gains:
             found += gain_verdicts(list(self.gains.values()))
+        if self.merge is not None:
+            found.append(merge_verdict(self.merge))
         if self.obstacle is not None:
             found.append(Verdict("look", "The files do not say all", f"{self.obstacle}."))
         return sorted(found, key=lambda verdict: ("bad", "look", "good").index(verdict.level))
@@ -119,8 +129,8 @@ class Audit:
                 "residual_at_rank": whole.residual(layer.rank),
                 "singular_values": list(whole.known.values),
             }
-        if layer.name in self.distortions:
-            told["merge_distortion"] = self.distortions[layer.name]
+        if (distortion := self.distortions.get(layer.name)) is not None:
+            told["merge_distortion"] = distortion
         return told
 
 
@@ -197,7 +207,7 @@ def audit_adapter(
     base: Path | None = None,
     *,
     increments: bool = True,
-    distortions: Mapping[str, float] | None = None,
+    merge_dtype: torch.dtype = torch.bfloat16,
     tick: Callable[[str], None] = lambda name: None,
 ) -> Audit:
     """Look at every layer of an adapter, as many at a time as there are threads.
@@ -206,7 +216,7 @@ def audit_adapter(
         adapter: a LoRA or DoRA adapter in PEFT's format.
         base: the folder of its base model, for gains and the size of the step.
         increments: with a base and DoRA, compute the spectra of g (W + s B A) - W, too.
-        distortions: relative distortion of each layer's increment by a merge, to be shown.
+        merge_dtype: of the merge whose losses are told, where there is a base.
         tick: hears the name of each layer.
 
     Raises:
@@ -224,13 +234,18 @@ def audit_adapter(
         folder=adapter,
         settings=folder.settings,
         ranks=[],
-        distortions=dict(distortions or {}),
         obstacle=folder.obstacle(),
     )
-    for seen in in_threads(lambda name: _look(folder.layer(name), weights, whole), folder.names):
+    meters: list[FidelityMeter] = []
+
+    def look(name: str) -> _Seen:
+        return _look(folder.layer(name), weights, whole, merge_dtype)
+
+    for seen in in_threads(look, folder.names):
         tick(seen.rank.name)
         _add(audit, seen)
-    return audit
+        meters += [] if seen.merge is None else [seen.merge]
+    return replace(audit, merge=FidelityMeter.joined(meters).result()) if meters else audit
 
 
 class _Seen(NamedTuple):
@@ -240,16 +255,29 @@ class _Seen(NamedTuple):
     magnitudes: tuple[float, float] | None
     gains: LayerGains | None
     increment: PartialSpectrum | None
+    merge: FidelityMeter | None
 
 
-def _look(layer: AdapterLayer, weights: BaseWeights | None, whole: bool) -> _Seen:
+def _look(
+    layer: AdapterLayer, weights: BaseWeights | None, whole: bool, merge_dtype: torch.dtype
+) -> _Seen:
     rank, m = layer_rank(layer), layer.magnitude
     span = None if m is None else (float(m.min()), float(m.max()))
     if weights is None:
-        return _Seen(rank, span, None, None)
+        return _Seen(rank, span, None, None, None)
     weight = weights.of(layer)
     increment = _increment(layer, weight, rank) if whole else None
-    return _Seen(rank, span, layer_gains(layer, weight), increment)
+    merge = _merged(layer, weight, merge_dtype)
+    return _Seen(rank, span, layer_gains(layer, weight), increment, merge)
+
+
+def _merged(layer: AdapterLayer, weight: Tensor, dtype: torch.dtype) -> FidelityMeter | None:
+    """What a merge would round away; None of a grouped convolution, which takes no merge."""
+    if groups_of(layer) > 1:
+        return None
+    meter = FidelityMeter()
+    merge_matrix(weight, layer, dtype, watch=meter)
+    return meter
 
 
 def _increment(layer: AdapterLayer, weight: Tensor, rank: LayerRank) -> PartialSpectrum:

@@ -7,9 +7,10 @@ from typing import Literal
 import torch
 
 from hirank.audit.gains import LayerGains, collapsed
+from hirank.audit.merge import Fidelity
 from hirank.audit.rank import ENERGY, LayerRank
 
-__all__ = ["Level", "Verdict", "gain_verdicts", "rank_verdicts"]
+__all__ = ["Level", "Verdict", "gain_verdicts", "merge_verdict", "rank_verdicts"]
 
 Level = Literal["bad", "look", "good"]
 MOST, FEW = 0.5, 0.05
@@ -133,6 +134,24 @@ def _swallowed(swallowed: int, rows: int) -> Verdict:
         "Gains are too near 1 for bf16",
         f"Rounded to bf16, {swallowed:,} of {rows:,} gains are 1 and their effect is gone. hirank "
         "and PEFT keep m in fp32; anything else that serves this adapter has to do so, too.",
+    )
+
+
+def merge_verdict(merge: Fidelity) -> Verdict:
+    """On merging the adapter into its base, from the weights alone."""
+    worst = merge.worst
+    why = (
+        f"The increments would be off by {100 * merge.total.distortion:.3g} % RMS, most in "
+        f"{worst.name} ({100 * worst.distortion:.3g} %)"
+    )
+    if merge.verdict == "safe":
+        return Verdict("good", f"Safe to merge to {merge.dtype}", f"{why}.")
+    word = "loses much" if merge.verdict == "destroyed" else "loses something"
+    return Verdict(
+        "look",
+        f"A merge to {merge.dtype} {word}",
+        f"{why}. How much of that the model feels is what hirank merge measures, with --check on "
+        "your prompts.",
     )
 
 
