@@ -1,5 +1,6 @@
 """What a merge keeps, against brute force; and `hirank merge` as a user meets it."""
 
+import importlib.util
 import json
 import math
 import shutil
@@ -314,3 +315,13 @@ def test_a_folder_that_gives_no_gguf_is_refused(
     done = call(*words, "--base", tmp_path / "base")
     assert done.exit_code == 2 and said in done.stderr
     assert not (tmp_path / "gguf").exists()
+
+
+def test_the_page_shows_the_recorded_merge():
+    """docs/merge.md is what the newest line of merge_demo.jsonl gives."""
+    file = Path(__file__).parents[2] / "benchmarks" / "merge_demo.py"
+    spec = importlib.util.spec_from_file_location("merge_demo", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.main(["--check"]) == 0
