@@ -100,6 +100,15 @@ def test_a_page_is_written(tmp_path: Path):
     assert "http://" not in text.split("<script>")[0]
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+def test_the_other_engine(tmp_path: Path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config("llama", num_hidden_layers=1)))
+    words = (file, "--seq", 64, "--rank", 4)
+    closed, traced = told(*words), told(*words, "--engine", "trace")
+    assert traced["allocated"] == pytest.approx(closed["allocated"], rel=0.1)
+
+
 # Where a model may come from.
 
 
@@ -163,6 +172,7 @@ def test_what_eager_alone_can_do_is_planned_with_eager():
         (["qwen2.5-7b", "--step-in-backward"], "belongs to galore"),
         (["qwen2.5-7b", "--set", "a.b=1"], "changes the YAML file"),
         (["gemma-2-2b", "--attention", "sdpa"], "softcap"),
+        (["qwen2.5-7b", "--engine", "tarce"], "closed or trace"),
         (["no.yaml"], "Cannot read the configuration"),
     ],
     ids=str,
@@ -209,3 +219,23 @@ def test_a_plan_needs_no_torch():
         env={"PYTHONPATH": str(source), "PATH": ""},
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+# What the page for newcomers shows.
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"```\n\$ hirank plan ([^\n]*)\n(.*?)```", PAGE, re.S)
+
+
+def test_there_is_something_shown():
+    assert len(SHOWN) >= 4
+
+
+@pytest.mark.parametrize(("words", "output"), SHOWN, ids=[words for words, _ in SHOWN])
+def test_what_the_page_shows_is_printed(words: str, output: str):
+    done = CliRunner().invoke(app, ["plan", *words.split()], env={"COLUMNS": "100"})
+    assert stripped(done.output) == stripped(output)
+
+
+def stripped(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

@@ -80,6 +80,9 @@ def plan(
     sharding: Annotated[
         str | None, typer.Option(help="none, ddp, fsdp2, zero1, zero2 or zero3.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="closed: formulas, at once. trace: the real code, in seconds.")
+    ] = "closed",
     set_: Set = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with pictures.")
@@ -105,7 +108,7 @@ def plan(
         return _show_largest(max_, setting, shape, capacity, json_)
     if compare:
         return _show_comparison(setting, shape, capacity, json_)
-    ledger = _ledger(setting, shape)
+    ledger = _ledger(setting, shape, engine)
     if fit is not None and capacity is not None:
         return _show_fit(setting, shape, capacity, json_)
     _show(setting, shape, ledger, capacity, explain=explain, as_json=json_)
@@ -191,10 +194,17 @@ def _capacity(gpu: str | None, fit: str | None, max_: str | None) -> int | None:
     return None if size is None else read_memory(size)
 
 
-def _ledger(setting: Setting, shape: Shape) -> Ledger:
+def _ledger(setting: Setting, shape: Shape, engine: str) -> Ledger:
     from hirank.plan.closed import closed_form
 
-    return closed_form(setting, shape)
+    if engine == "closed":
+        return closed_form(setting, shape)
+    if engine != "trace":
+        raise HirankError(f"--engine {engine}: it is closed or trace.")
+    from hirank.plan.trace import trace_of
+
+    closed_form(setting, shape)  # refuses what cannot be, in a sentence
+    return trace_of(setting)
 
 
 # What is shown.

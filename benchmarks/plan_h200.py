@@ -1,0 +1,297 @@
+"""Planned against measured peak memory: more than 30 settings of three models on one GPU.
+
+    python benchmarks/plan_h200.py                 on a GPU; about 10 minutes on an H200
+    python benchmarks/plan_h200.py --dry           tiny models on a CPU, by a count of live bytes
+
+All predictions are made and written down (plan_before.jsonl) before the first model is; then each
+setting runs two steps with random weights, and the peak of the second is measured with
+max_memory_allocated. Adds a line a setting to benchmarks/results/, and prints the table.
+
+The dry run shows that all of it runs. Its errors say little: on a CPU kernels make other tensors.
+
+A setting that runs out of memory is a row as well: it was predicted to, or it is a miss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hirank.bench.optim_memory import LivePeak
+from hirank.bench.record import append, device_facts, source_facts, version_facts
+from hirank.plan.closed import closed_form
+from hirank.plan.find import find_config
+from hirank.plan.inventory import read_shape
+from hirank.plan.setting import Setting
+from hirank.plan.subject import build, optimizer_for
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SMALL, MIDDLE, LARGE = "qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b"
+TINY = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 2048,
+}
+
+# Settings.
+
+METHODS: list[dict[str, Any]] = [
+    {"method": "lora"},
+    {"method": "dora"},
+    {"method": "dora", "rank": 384},
+    {"method": "dora-peft"},
+    {"method": "qlora"},
+    {"method": "qdora"},
+    {"method": "full", "base_dtype": "fp32"},
+    {"method": "full", "autocast": False},
+    {"method": "galore", "rank": 128},
+    {"method": "galore", "rank": 128, "step_in_backward": True},
+    {"method": "qgalore", "rank": 128},
+    {"method": "fira", "rank": 128},
+    {"method": "apollo", "rank": 256},
+]
+PASSES: list[dict[str, Any]] = [
+    {"sequence": 2048, "checkpointing": False},
+    {"sequence": 8192, "checkpointing": True},
+]
+OTHERS: list[dict[str, Any]] = [
+    {"method": "full", "autocast": False, "step": "foreach"},
+    {"method": "full", "autocast": False, "step": "loop", "checkpointing": True},
+    {"method": "lora", "attention": "eager", "sequence": 1024},
+    {"method": "lora", "loss": "plain", "sequence": 4096, "checkpointing": True},
+    {"method": "dora", "batch": 4, "accumulation": 2, "checkpointing": True},
+    {"method": "lora", "autocast": False},
+]
+
+
+def settings(dry: bool) -> list[Setting]:
+    """Every method on every model with and without checkpointing, and some single choices."""
+    models = ["tiny"] if dry else [SMALL, MIDDLE, LARGE]
+    grid = [{"model": m, **method, **way} for m in models for method in METHODS for way in PASSES]
+    grid += [{"model": models[0], **other} for other in OTHERS]
+    made = [Setting(**{"rank": 16, **values}) for values in grid]
+    if dry:
+        small = [
+            replace(s, sequence=s.sequence // 32, rank=min(s.rank, 16), loss="plain") for s in made
+        ]
+        return [s for s in small if not s.is_quantised]
+    return [s for s in made if not s.is_quantised or find_spec("bitsandbytes")]
+
+
+def config_of(setting: Setting) -> dict[str, Any]:
+    if setting.model == "tiny":
+        return {"model_type": "qwen2", **TINY}
+    return find_config(setting.model)[0]
+
+
+# Measuring.
+
+
+def model_for(setting: Setting, device: str) -> Any:
+    """The model with random weights: finite, as low-rank optimisers skip what is not."""
+    values = config_of(setting)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    if setting.is_quantised:
+        return quantised(setting, config)
+    model: Any = build(setting, config).to_empty(device=device)
+    inner = model.get_base_model() if setting.is_adapter else model
+    inner.tie_weights()
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point():
+                tensor.normal_(0, 0.02)
+        for name, p in model.named_parameters():
+            if "magnitude" in name:
+                p.fill_(1.0)
+    return model
+
+
+def quantised(setting: Setting, config: Any) -> Any:
+    """NF4 with double quantisation, by way of a folder, as everybody loads it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import BitsAndBytesConfig
+
+    from hirank import accelerate
+
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        whole: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        whole.save_pretrained(folder)
+        del whole
+        base = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=how, dtype=torch.bfloat16, device_map={"": 0}
+        )
+    wanted = LoraConfig(
+        r=setting.rank, target_modules="all-linear", use_dora=setting.has_gains,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    return accelerate(get_peft_model(base, wanted)).train()
+
+
+def loss_for(setting: Setting, model: Any, ids: Tensor) -> Tensor:
+    """As the trainers compute it; what a model returns beside its loss is dropped."""
+    labels = ids.clone()
+    if setting.loss == "plain":
+        found: Tensor = model(input_ids=ids, labels=labels, use_cache=False).loss
+        return found
+    log_probs = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
+    return -log_probs.sum() / ids.numel()
+
+
+def prepare(setting: Setting, model: Any) -> Any:
+    """What a trainer does to a model before the first step; returns the optimiser."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    inner = model.get_base_model() if setting.is_adapter else model
+    if setting.loss != "plain":
+        add_fused_lm_head(inner, outputs=("log_probs", "entropy", "is_top1"))
+    if setting.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if setting.is_adapter:
+            model.enable_input_require_grads()
+    optimizer: Any = optimizer_for(setting, model)
+    if setting.step_in_backward:
+        optimizer.step_in_backward(micro_batches=setting.accumulation)
+    return optimizer
+
+
+def step(setting: Setting, model: Any, optimizer: Any, device: str) -> None:
+    size = (setting.batch, setting.sequence)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    for _ in range(setting.accumulation):
+        ids = torch.randint(0, vocabulary, size, device=device)
+        with torch.autocast(device, torch.bfloat16, enabled=setting.autocast):
+            loss = loss_for(setting, model, ids)
+        loss.backward()
+        del loss
+    if not setting.step_in_backward:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def measure(setting: Setting, device: str) -> int | None:
+    """The peak of the second step in bytes, None if it ran out of memory."""
+    gc.collect()
+    try:
+        return _on_gpu(setting) if device == "cuda" else _on_cpu(setting)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _on_gpu(setting: Setting) -> int:
+    before = torch.cuda.memory_allocated()
+    model = model_for(setting, "cuda")
+    optimizer = prepare(setting, model)
+    step(setting, model, optimizer, "cuda")
+    torch.cuda.reset_peak_memory_stats()
+    step(setting, model, optimizer, "cuda")
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _on_cpu(setting: Setting) -> int:
+    """Bytes that operations made and that are alive, and the model, which was there before."""
+    model = model_for(setting, "cpu")
+    known = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+    with LivePeak() as live:
+        optimizer = prepare(setting, model)
+        step(setting, model, optimizer, "cpu")
+        live.peak = live.now
+        step(setting, model, optimizer, "cpu")
+    return live.peak + (0 if setting.method == "qgalore" else sum(known.values()))
+
+
+# The table.
+
+
+def predict(setting: Setting) -> dict[str, Any]:
+    ledger = closed_form(setting, read_shape(config_of(setting), setting.model))
+    return {
+        "setting": asdict(setting),
+        "planned": ledger.allocated,
+        "moment": ledger.moment,
+        "dominating": ledger.dominating,
+    }
+
+
+def facts(device: str, commit: str | None) -> dict[str, Any]:
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device_facts(torch.device(device)),
+        "versions": version_facts(),
+        **source_facts(commit),
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    s, measured = row["setting"], row["measured"]
+    said = "out of memory" if measured is None else f"{measured / 2**30:8.3f}"
+    off = "" if measured is None else f"{100 * (row['planned'] / measured - 1):+6.1f} %"
+    what = f"{s['model']} {s['method']} r{s['rank']} {s['batch']}x{s['sequence']}"
+    ways = [n for n in ("checkpointing", "step_in_backward", "autocast") if s[n]]
+    ways += [s["base_dtype"], s["loss"], s["step"], s["attention"]]
+    print(
+        f"{what:<42} {row['planned'] / 2**30:8.3f} {said:>13} {off:>9}  {' '.join(ways)}",
+        flush=True,
+    )
+
+
+def summary(rows: list[dict[str, Any]]) -> None:
+    seen = [row for row in rows if row["measured"]]
+    errors = [abs(row["planned"] / row["measured"] - 1) for row in seen]
+    if errors:
+        within, median = sum(error <= 0.05 for error in errors), statistics.median(errors)
+        print(
+            f"{within} of {len(errors)} within 5 %, median {100 * median:.2f} %, "
+            f"worst {100 * max(errors):.1f} %; {len(rows) - len(seen)} out of memory"
+        )
+
+
+def main() -> None:
+    """Predict, write down, measure, compare."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--only", help="settings whose method or model this is")
+    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    asked = parser.parse_args()
+    device = "cpu" if asked.dry else "cuda"
+    chosen = [s for s in settings(asked.dry) if asked.only in (None, s.method, s.model)]
+    known = facts(device, asked.commit)
+    rows = [{**known, **predict(setting)} for setting in chosen]
+    suite = "plan_dry" if asked.dry else "plan"
+    append(asked.out, f"{suite}_before", rows)  # before the first is measured
+    for setting, row in zip(chosen, rows, strict=True):
+        row["measured"] = measure(setting, device)
+        append(asked.out, suite, [row])
+        show(row)
+    summary(rows)
+
+
+if __name__ == "__main__":
+    main()
