@@ -93,3 +93,8 @@ def test_a_name_in_the_catalogue_is_enough():
     given = setting(model="smollm2-135m", method="lora", targets=("q_proj",))
     weights = 134_515_008 * 2
     assert trace_of(given).phases["load"]["weights"] == pytest.approx(weights, rel=0.001)
+
+
+def test_an_attention_that_a_model_does_not_have_is_refused():
+    with pytest.raises(HirankError, match="try eager"):
+        trace_of(setting(model="gemma-2-2b", method="lora"))

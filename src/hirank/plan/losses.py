@@ -7,6 +7,7 @@ trl        the same, of the labelled tokens alone
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class _LogProbs(torch.autograd.Function):
         n = hidden.shape[0]
         running = [hidden.new_zeros(n, dtype=torch.float32) for _ in range(7)]
         tile = hidden.new_empty(min(n, TOKENS), WORDS, dtype=dtype)
-        _products(hidden, weight, tile)
+        for rows, words in _tiles(n, len(weight)):
+            _logits(hidden[rows], weight[words].to(dtype), tile)
         log_z = running[0] + torch.log(running[1])
         ctx.save_for_backward(hidden, weight, log_z)
         ctx.dtype = dtype
@@ -65,17 +67,19 @@ class _LogProbs(torch.autograd.Function):
         dh = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
         dw = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         tile = hidden.new_empty(min(len(hidden), TOKENS), WORDS, dtype=ctx.dtype)
-        _products(hidden, weight, tile)  # and theirs with it, added in place
+        for rows, words in _tiles(len(hidden), len(weight)):
+            part = weight[words].to(ctx.dtype)  # while the one before it is still there
+            _logits(hidden[rows], part, tile)
         made = (None if g is None else g.to(t.dtype) for g, t in ((dh, hidden), (dw, weight)))
         return tuple(made)
 
 
-def _products(hidden: Tensor, weight: Tensor, tile: Tensor) -> None:
-    for start in range(0, len(hidden), TOKENS):
-        rows = slice(start, min(start + TOKENS, len(hidden)))
-        h = hidden[rows].to(tile.dtype)
-        for first in range(0, len(weight), WORDS):
-            words = slice(first, min(first + WORDS, len(weight)))
-            w = weight[words].to(tile.dtype)
-            part = tile[: len(h), : len(w)]
-            torch.mm(h, w.t(), out=part)
+def _tiles(tokens: int, words: int) -> Iterator[tuple[slice, slice]]:
+    for row in range(0, tokens, TOKENS):
+        for word in range(0, words, WORDS):
+            yield slice(row, min(row + TOKENS, tokens)), slice(word, min(word + WORDS, words))
+
+
+def _logits(hidden: Tensor, weight: Tensor, tile: Tensor) -> None:
+    part = tile[: len(hidden), : len(weight)]
+    torch.mm(hidden.to(tile.dtype), weight.t(), out=part)

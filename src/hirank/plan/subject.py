@@ -70,9 +70,15 @@ def build(setting: Setting, config: Any) -> nn.Module:
     attention = "sdpa" if setting.attention == "flash" else setting.attention
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = base.from_config(
-            config, dtype=DTYPES[setting.base_dtype], attn_implementation=attention
-        )
+        try:
+            model = base.from_config(
+                config, dtype=DTYPES[setting.base_dtype], attn_implementation=attention
+            )
+        except ValueError as error:
+            raise HirankError(
+                f"Transformers does not build this model with attention {attention}; try eager "
+                f"({str(error).partition('. ')[0]})."
+            ) from error
     if setting.is_adapter:
         model = _adapted(model, setting)
     return model.train()  # type: ignore[no-any-return]
