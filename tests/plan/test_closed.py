@@ -91,6 +91,10 @@ CROSSED = [
     ("qwen3", {"method": "rslora", "attention": "eager", "checkpointing": True}),
     ("gemma3_text", {"method": "lora"}),
     ("qwen2", {"method": "galore", "rank": 16, "checkpointing": True}),
+    ("llama", {"method": "lora", "packing": True}),
+    ("llama", {"method": "qlora"}),
+    ("qwen2", {"method": "qgalore", "rank": 16, "loss": "plain"}),
+    ("qwen2", {"method": "galore", "rank": 16, "step_in_backward": True}),
 ]
 
 

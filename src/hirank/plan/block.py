@@ -105,8 +105,12 @@ def _attention(s: Setting, m: Shape) -> Iterator[Part]:
         yield _times("scores T n S", s.tokens, m.heads, s.sequence, each)
         return
     yield _times("q and attention's output T q c", 2, s.tokens, m.q_width, c)
-    yield _times("k, v T k c", 2, s.tokens, m.kv_width, c)
+    masked = s.packing and s.attention == "sdpa"  # then there is no grouped-query kernel
+    wide = "k, v for all heads T q c" if masked else "k, v T k c"
+    yield _times(wide, 2, s.tokens, m.q_width if masked else m.kv_width, c)
     yield _times("log-sum-exp T n", s.tokens, m.heads, 4)
+    if masked:
+        yield _times("the mask of packed rows T S c", s.tokens, s.sequence, c)
 
 
 def _mlp(s: Setting, m: Shape) -> Iterator[Part]:

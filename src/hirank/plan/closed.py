@@ -92,6 +92,9 @@ def _activations(s: Setting, m: Shape) -> Iterator[Term]:
     first = ("forward end", "loss backward")
     for part in _kept_of_all(s, m):
         yield _term("activations kept", first, part, s)
+    if s.is_adapter and not s.checkpointing:  # nothing before the first block learns
+        part = Part(-4 * s.tokens * m.hidden, "but not the first norm, whose input is frozen")
+        yield _term("activations kept", first, part, s)
     yield _term("activations kept", first, final_part(s, m), s)
     forward, backward = loss_parts(s, m)
     norm = forward_extra(s, m)
@@ -123,6 +126,8 @@ def _kept_of_all(s: Setting, m: Shape) -> list[Part]:
 def _backward(s: Setting, m: Shape) -> list[Term]:
     """Terms of the worst moment."""
     moments = [_last_block(s, m), _first_block(s, m), _embedding(s, m)]
+    if s.step_in_backward:
+        moments.append(_early_step(s, m))
     return max(moments, key=lambda terms: sum(term.size for term in terms))
 
 
@@ -136,6 +141,14 @@ def _last_block(s: Setting, m: Shape) -> list[Term]:
         part = Part(numbers * trained_bytes(s), f"the first gradients: {numbers:,} numbers")
         terms.append(_term("gradients", phase, part, s))
     return terms + _one_block(s, m)
+
+
+def _early_step(s: Setting, m: Shape) -> list[Term]:
+    """Stepping in backward: the head moves while all activations are still there."""
+    phase = ("block backward",)
+    terms = [_term("activations kept", phase, x, s) for x in _kept_of_all(s, m)]
+    terms.append(_term("gradients", phase, gradient_parts(s, m), s))
+    return [*terms, _term("method temporaries", phase, step_parts(s, m)[1], s)]
 
 
 def _first_block(s: Setting, m: Shape) -> list[Term]:

@@ -25,7 +25,7 @@ def _padding(s: Setting, m: Shape) -> str | None:
     most = blocks * (2 * s.batch * s.sequence**2 + heads)
     return (
         f"rows of unlike length need a mask, which sdpa keeps in every block, with keys and values "
-        f"for all heads: up to {most / 2**30:.2f} GiB more; packing has none"
+        f"for all heads: up to {most / 2**30:.2f} GiB more"
     )
 
 

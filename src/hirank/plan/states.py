@@ -215,7 +215,7 @@ def _low_rank_step(s: Setting, m: Shape) -> tuple[Part, Part]:
     rank = hyper.rank or 0
     width = max(max(x.out, x.inp) for x in m.linears)
     largest = max(x.each for x in m.matrices())
-    each = 62 if hyper.state == "int8" else 22
+    each = 58 if hyper.state == "int8" else 22
     spans = each * min(_SPAN, largest)
     reduced = 3 * 4 * rank * width
     usual = Part(
