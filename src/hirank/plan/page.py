@@ -45,7 +45,7 @@ def page_html(
         "title": shape.name,
         "subtitle": about(setting, shape),
         "status": Status("finished" if good else "failed", verdict(ledger, capacity)),
-        "notices": list(ledger.notes),
+        "notices": [f"Not known: {note}." for note in ledger.notes],
         "cards": _cards(setting, shape, ledger),
         "advice": advice,
         "moment": ledger.moment,
