@@ -59,7 +59,12 @@ class Run:
             p.register_post_accumulate_grad_hook(self._has_gradient)
         model.get_output_embeddings().register_forward_pre_hook(self._before_head)
         if setting.step_in_backward:
-            self.optimizer.step_in_backward(micro_batches=setting.accumulation)  # type: ignore[attr-defined]
+            self.optimizer.step_in_backward(micro_batches=self.passes)  # type: ignore[attr-defined]
+
+    @property
+    def passes(self) -> int:
+        """In one step: the second one finds what every later one does."""
+        return min(self.setting.accumulation, 2)
 
     def _checkpoint(self) -> None:
         options = {"use_reentrant": False, "context_fn": self._recomputing}
@@ -114,7 +119,7 @@ class Run:
 
     def step(self, name: str) -> None:
         """One optimiser step with all its passes; its last part is called `name`."""
-        for _ in range(min(self.setting.accumulation, 2)):
+        for _ in range(self.passes):
             self._pass()
         with self.live, self.live.during(name, TEMPORARY):
             if not self.setting.step_in_backward:

@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
 from hirank.errors import HirankError
 from hirank.plan.depth import peaks, peaks_at
 from hirank.plan.faked import faking, give_fakes
 from hirank.plan.find import find_config
-from hirank.plan.gpu import as_fake, as_on_gpu
+from hirank.plan.gpu import as_here, as_on_gpu
 from hirank.plan.ledger import Ledger
 from hirank.plan.live import Moment
 from hirank.plan.setting import Setting
@@ -89,12 +96,27 @@ def moments_of(setting: Setting, config: Any, gpu: bool) -> list[Moment]:
     """What is alive after every operation of one step of this very model, on fake tensors."""
     model = build(setting, config)
     masked, packed = setting.packing and setting.attention != "flash", setting.is_quantised
-    ways = as_on_gpu(masked=masked, quantised=packed) if gpu else as_fake(masked=masked)
-    with faking(), ways:
-        give_fakes(model)
-        run = Run(setting, model, optimizer_for)
-        _steps(run)
+    ways = as_on_gpu(masked=masked, quantised=packed) if gpu else as_here(masked=masked)
+    try:
+        with faking(), ways:
+            give_fakes(model)
+            run = Run(setting, model, optimizer_for)
+            _steps(run)
+    except _UNKNOWN as error:
+        raise HirankError(
+            f"A trace of {type(model).__name__} has to know numbers ({error}), which a plan does "
+            "not have; use the closed form."
+        ) from error
     return list(run.live.moments())
+
+
+_UNKNOWN = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    UnsupportedFakeTensorException,
+)
+"""What fake tensors raise where values decide."""
 
 
 def _steps(run: Run) -> None:
