@@ -77,6 +77,11 @@ def test_no_plan_without_a_closed_form_or_if_unwanted():
     assert plan_run(config(run={"plan": "none"}), architecture(), 50, CPU) is None
 
 
+def test_targets_that_only_peft_understands_are_no_reason_to_refuse():
+    named = config(method={"name": "lora", "target_modules": ["lm_head"]})
+    assert plan_run(named, architecture(), 50, CPU) is None
+
+
 def test_an_obvious_misfit_is_refused_unless_told():
     misfit = Planned(30 * GIB, "loss backward", "logits and loss", 24 * GIB)
     with pytest.raises(HirankError, match="needs about 30.00 GiB and the GPU has 24.00 GiB"):

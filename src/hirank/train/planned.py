@@ -55,7 +55,7 @@ class Planned:
 def plan_run(
     config: TrainConfig, architecture: Any, longest: int, device: torch.device
 ) -> Planned | None:
-    """The plan; None if none is wanted or the closed form does not know the architecture.
+    """The plan; None if none is wanted, or the closed form knows no answer.
 
     Args:
         config: resolved.
@@ -67,9 +67,11 @@ def plan_run(
     kind = settings.get("text_config", settings).get("model_type")
     if config.run.plan == "none" or kind not in KNOWN:
         return None
-    shape = read_shape(settings, config.model.name)
-    gpu = device.type == "cuda"
-    ledger = closed_form(setting_of(config, longest, gpu=gpu), shape)
+    try:
+        shape = read_shape(settings, config.model.name)
+        ledger = closed_form(setting_of(config, longest, gpu=device.type == "cuda"), shape)
+    except HirankError:  # what a plan cannot see is no reason to refuse a run
+        return None
     return Planned(ledger.allocated, ledger.moment, ledger.dominating, _memory_of(device))
 
 

@@ -79,11 +79,12 @@ def prepare(config: TrainConfig, console: Console, resume: Path | None = None) -
     for part in (train_set, eval_set):
         _tell_left_out(part, config, console)
     architecture = model.load_architecture(config.model)
-    planned = plan_run(config, architecture, max(train_set.lengths), device)
-    check_fits(planned, config)
     shape = model.meta_model(config.model, architecture)
     for part in (train_set, eval_set):
         _check_fits(part, shape)
+    trainable = methods.check(shape, config.method)
+    planned = plan_run(config, architecture, max(train_set.lengths), device)
+    check_fits(planned, config)
     prepared = Prepared(
         config=config,
         resume=found,
@@ -92,7 +93,7 @@ def prepare(config: TrainConfig, console: Console, resume: Path | None = None) -
         train_set=train_set,
         eval_set=eval_set,
         questions=_questions(config, examples, tokenizer),
-        trainable=methods.check(shape, config.method),
+        trainable=trainable,
         steps=planned_steps(config.optim, len(train_set.dataset)),
         planned=planned,
     )
