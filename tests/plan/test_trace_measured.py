@@ -1,0 +1,54 @@
+"""Traces against peaks that an H200 measured, in the committed rows of the suite `model`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hirank.plan import step
+from hirank.plan.setting import Setting
+from hirank.plan.trace import trace_of
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "nvidia-h200"
+WORKSPACES = 2 * 32 * 2**20
+"""cuBLAS's on Hopper: PyTorch's allocator counts them, one for each thread that multiplies."""
+
+METHODS = {"hirank-dora": "dora", "peft-dora": "dora-peft"}
+
+
+def rows():
+    """The newest peak of every arm and rank, whole steps with accumulation."""
+    found = {}
+    for line in (RESULTS / "model.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        settings, peak = row["settings"], row["metrics"].get("peak_bytes")
+        if row["arm"] in METHODS and settings["optimizer"] and peak:
+            found[row["arm"], settings["rank"]] = settings, peak
+    return found
+
+
+@pytest.mark.parametrize("arm", rows(), ids=str)
+def test_a_measured_peak_is_foretold(arm, monkeypatch):
+    settings, peak = rows()[arm]
+    kept = settings["loss_tokens"]
+
+    def last_tokens(_, model, ids):
+        logits = model(input_ids=ids, logits_to_keep=kept, use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1 - kept :].flatten())
+
+    monkeypatch.setattr(step, "loss_of", last_tokens)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: None)
+    found = trace_of(
+        Setting(
+            model=settings["model"],
+            method=METHODS[arm[0]],
+            rank=settings["rank"],
+            sequence=settings["seq"],
+            batch=settings["batch"],
+            accumulation=settings["accumulation"],
+            checkpointing=settings["checkpointing"],
+        )
+    )
+    assert found.allocated + WORKSPACES == pytest.approx(peak, rel=0.01)
