@@ -29,14 +29,12 @@ Paper      DoRA, arXiv 2402.09353, eq. 5; section 4.3: the norm is a constant fo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hirank.kernels._backend import check_backend
-from hirank.kernels._ops import register_op
-from hirank.kernels._triton import Launcher, direct, jit, tl
+from hirank.kernels._compose import Composed, check_alike, compose, fits, load_gain, packed, room
+from hirank.kernels._triton import Launcher, jit, tl
 from hirank.kernels._tuning import tiles
 from hirank.kernels.dora_norm import dora_gain
 
@@ -103,15 +101,6 @@ def dora_compose_bwd_ref(
 
 
 @jit
-def _gain(magnitude, norm, o_n, m_n):
-    b_norm = tl.load(norm + o_n, mask=m_n, other=1.0).to(tl.float32)
-    b_m = tl.load(magnitude + o_n, mask=m_n, other=1.0).to(tl.float32)
-    alive = b_norm > 0
-    # div_rn: m / m must be exactly 1, or a fresh adapter would not be its base
-    return tl.where(alive, tl.div_rn(b_m, tl.where(alive, b_norm, 1.0)), 1.0)
-
-
-@jit
 def _forward_kernel(
     out, base, lora, magnitude, norm, bias, y, scale, M, N,
     HAS_BASE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Y: tl.constexpr,
@@ -122,7 +111,7 @@ def _forward_kernel(
     m_n = o_n < N
     mask = (o_m[:, None] < M) & m_n[None, :]
     offsets = o_m[:, None] * N + o_n[None, :]
-    b_g = _gain(magnitude, norm, o_n, m_n)
+    b_g = load_gain(magnitude, norm, o_n, m_n)
     b_out = tl.load(lora + offsets, mask=mask, other=0.0).to(tl.float32) * (b_g * scale)[None, :]
     if HAS_BIAS:
         b_b = tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
@@ -145,7 +134,7 @@ def _backward_kernel(
     i_m = tl.program_id(0)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < N
-    b_g = _gain(magnitude, norm, o_n, m_n)
+    b_g = load_gain(magnitude, norm, o_n, m_n)
     if HAS_BIAS:
         b_b = tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
     # one sum an element of the tile, joined once at the end: threads meet once, not at every step
@@ -192,20 +181,6 @@ _backward = Launcher(_backward_kernel)
 _magnitude = Launcher(_magnitude_kernel)
 
 
-def _fits(tensor: Tensor) -> bool:
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    return tensor.dtype in floats and tiles(tensor.device).obstacle is None
-
-
-def _room(like: Tensor, needed: bool) -> Tensor:
-    return torch.empty_like(like) if needed else like.new_empty(0)
-
-
-def _packed(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel wants some pointer, also for what it will not read."""
-    return other if tensor is None else tensor.contiguous()
-
-
 def _launch_forward(
     base: Tensor | None,
     lora: Tensor,
@@ -215,7 +190,7 @@ def _launch_forward(
     y: Tensor | None,
     scale: float,
 ) -> Tensor:
-    if not _fits(lora):
+    if not fits(lora):
         return dora_compose_ref(base, lora, magnitude, norm, bias, y, scale)
     lora = lora.contiguous()
     out = torch.empty_like(lora)
@@ -223,7 +198,7 @@ def _launch_forward(
         return out
     M, N = lora.shape
     tile = tiles(lora.device).compose_forward
-    tensors = (_packed(base, lora), lora, *_rows(magnitude, norm, bias), _packed(y, lora))
+    tensors = (packed(base, lora), lora, *_rows(magnitude, norm, bias), packed(y, lora))
     _forward(
         (-(-M // tile.block_m), -(-N // tile.block_n), 1),
         (out, *tensors),
@@ -236,7 +211,7 @@ def _launch_forward(
 
 def _rows(magnitude: Tensor, norm: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     magnitude = magnitude.contiguous()
-    return magnitude, norm.contiguous(), _packed(bias, magnitude)
+    return magnitude, norm.contiguous(), packed(bias, magnitude)
 
 
 def _launch_backward(
@@ -251,13 +226,13 @@ def _launch_backward(
     need_lora: bool,
     need_m: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _fits(dout):
+    if not fits(dout):
         return dora_compose_bwd_ref(
             dout, base, lora, magnitude, norm, bias, scale, need_base, need_lora, need_m
         )
     dout = dout.contiguous()
     M, N = dout.shape
-    dbase, dlora, dm = _room(dout, need_base), _room(dout, need_lora), _room(magnitude, need_m)
+    dbase, dlora, dm = room(dout, need_base), room(dout, need_lora), room(magnitude, need_m)
     if dout.numel() == 0:
         return dbase, dlora, dm.zero_()
     tile = tiles(dout.device).compose_backward
@@ -268,7 +243,7 @@ def _launch_backward(
     m, n, b = _rows(magnitude, norm, bias)
     _backward(
         (parts, columns, 1),
-        (dbase, dlora, part, dout, _packed(base, dout), _packed(lora, dout), m, n, b),
+        (dbase, dlora, part, dout, packed(base, dout), packed(lora, dout), m, n, b),
         (float(scale), M, N, rows),
         (base is not None, bias is not None, need_base, need_lora, need_m,
          tile.block_m, tile.block_n),
@@ -279,68 +254,16 @@ def _launch_backward(
     return dbase, dlora, dm
 
 
-def _like_backward(dout: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, magnitude, _, _, _, need_base, need_lora, need_m = args
-    return _room(dout, need_base), _room(dout, need_lora), _room(magnitude, need_m)
-
-
 # How PyTorch sees it.
 
-_forward_op = register_op(
-    "dora_compose_fwd(Tensor? base, Tensor lora, Tensor magnitude, Tensor norm, Tensor? bias,"
-    " Tensor? y, float scale) -> Tensor",
-    reference=dora_compose_ref,
-    fused=_launch_forward,
-    fake=lambda base, lora, *more: torch.empty_like(lora),
+_HOW = compose(
+    "dora_compose",
+    dora_compose_ref,
+    dora_compose_bwd_ref,
+    _launch_forward,
+    _launch_backward,
+    over=(0,),
 )
-_backward_op = register_op(
-    "dora_compose_bwd(Tensor dout, Tensor? base, Tensor? lora, Tensor magnitude, Tensor norm,"
-    " Tensor? bias, float scale, bool need_base, bool need_lora, bool need_m)"
-    " -> (Tensor, Tensor, Tensor)",
-    reference=dora_compose_bwd_ref,
-    fused=_launch_backward,
-    fake=_like_backward,
-)
-
-
-class _DoraCompose(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        base: Tensor | None,
-        lora: Tensor,
-        magnitude: Tensor,
-        norm: Tensor,
-        bias: Tensor | None,
-        y: Tensor | None,
-        scale: float,
-        plain: bool,
-    ) -> Any:
-        reads = (base, lora) if ctx.needs_input_grad[2] else (None, None)
-        ctx.save_for_backward(*reads, magnitude, norm, bias)
-        ctx.scale, ctx.plain = scale, plain
-        fused = _launch_forward if direct(lora) else _forward_op
-        forward = dora_compose_ref if plain else fused
-        return forward(base, lora, magnitude, norm, bias, y, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *douts: Tensor) -> Any:
-        base, lora, magnitude, norm, bias = ctx.saved_tensors
-        need_base, need_lora, need_m, _, need_bias, need_y, *_ = ctx.needs_input_grad
-        dout = douts[0].contiguous()
-        backward = _launch_backward if direct(dout) else _backward_op
-        if ctx.plain or torch.is_grad_enabled():  # gradients of gradients: by plain algebra
-            backward = dora_compose_bwd_ref
-        dbase, dlora, dm = backward(
-            dout, base, lora, magnitude, norm, bias, ctx.scale, need_base, need_lora, need_m
-        )
-        db = None
-        if need_bias:
-            gain = dora_gain(magnitude, norm)
-            db = ((1 - gain) * dout.sum(0, dtype=gain.dtype)).to(bias.dtype)
-        dbase, dlora = dbase if need_base else None, dlora if need_lora else None
-        dm, dy = dm if need_m else None, dout if need_y else None
-        return dbase, dlora, dm, None, db, dy, None, None
 
 
 def _check(
@@ -351,12 +274,7 @@ def _check(
     bias: Tensor | None,
     y: Tensor | None,
 ) -> None:
-    for name, other in (("base", base), ("y", y)):
-        if other is not None and (other.shape != lora.shape or other.dtype != lora.dtype):
-            raise ValueError(
-                f"dora_compose got lora {tuple(lora.shape)} {lora.dtype} and {name} "
-                f"{tuple(other.shape)} {other.dtype}: y, base and lora must agree."
-            )
+    check_alike("dora_compose", lora, base, y)
     for name, row in (("magnitude", magnitude), ("norm", norm), ("bias", bias)):
         if row is not None and row.shape != lora.shape[-1:]:
             raise ValueError(
@@ -401,7 +319,7 @@ def dora_compose(
     def flat(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.reshape(-1, lora.shape[-1]).contiguous()
 
-    out: Tensor = _DoraCompose.apply(
-        flat(base), flat(lora), magnitude, norm, bias, flat(y), scale, backend == "torch"
+    out: Tensor = Composed.apply(
+        flat(base), flat(lora), magnitude, norm, bias, flat(y), scale, backend == "torch", _HOW
     )
     return out.view(lora.shape)

@@ -20,15 +20,12 @@ Paper      DoRA, arXiv 2402.09353, eq. 5; section 4.3: the norm is a constant fo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hirank.kernels._backend import check_backend
-from hirank.kernels._ops import register_op
-from hirank.kernels._triton import Launcher, direct, jit, tl
-from hirank.kernels._tuning import tiles
+from hirank.kernels._compose import Composed, check_alike, compose, fits, load_gain, packed, room
+from hirank.kernels._triton import Launcher, jit, tl
 from hirank.kernels.dora_norm import dora_gain
 
 __all__ = ["plane_compose", "plane_compose_bwd_ref", "plane_compose_ref"]
@@ -95,15 +92,6 @@ def plane_compose_bwd_ref(
 
 
 @jit
-def _gain(magnitude, norm, o_n, m_p):
-    b_norm = tl.load(norm + o_n, mask=m_p, other=1.0).to(tl.float32)
-    b_m = tl.load(magnitude + o_n, mask=m_p, other=1.0).to(tl.float32)
-    alive = b_norm > 0
-    # div_rn: m / m must be exactly 1, or a fresh adapter would not be its base
-    return tl.where(alive, tl.div_rn(b_m, tl.where(alive, b_norm, 1.0)), 1.0)
-
-
-@jit
 def _forward_kernel(
     out, base, lora, magnitude, norm, bias, y, scale, P, N, S,
     HAS_BASE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Y: tl.constexpr,
@@ -114,7 +102,7 @@ def _forward_kernel(
     m_p = o_p < P
     mask = m_p[:, None] & (o_s[None, :] < S)
     offsets = o_p[:, None] * S + o_s[None, :]
-    b_g = _gain(magnitude, norm, o_p % N, m_p)
+    b_g = load_gain(magnitude, norm, o_p % N, m_p)
     b_out = tl.load(lora + offsets, mask=mask, other=0.0).to(tl.float32) * (b_g * scale)[:, None]
     if HAS_BIAS:
         b_b = tl.load(bias + o_p % N, mask=m_p, other=0.0).to(tl.float32)
@@ -136,7 +124,7 @@ def _backward_kernel(
 ):  # fmt: skip
     o_p = (tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)).to(tl.int64)
     m_p = o_p < P
-    b_g = _gain(magnitude, norm, o_p % N, m_p)
+    b_g = load_gain(magnitude, norm, o_p % N, m_p)
     if HAS_BIAS:
         b_b = tl.load(bias + o_p % N, mask=m_p, other=0.0).to(tl.float32)
     # one sum an element of the tile, joined once at the end
@@ -179,20 +167,6 @@ def _tile(positions: int) -> tuple[int, int]:
     return max(1, _TILE // width), width
 
 
-def _fits(tensor: Tensor) -> bool:
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    return tensor.dtype in floats and tiles(tensor.device).obstacle is None
-
-
-def _room(like: Tensor, needed: bool) -> Tensor:
-    return torch.empty_like(like) if needed else like.new_empty(0)
-
-
-def _packed(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel wants some pointer, also for what it will not read."""
-    return other if tensor is None else tensor.contiguous()
-
-
 def _launch_forward(
     base: Tensor | None,
     lora: Tensor,
@@ -202,7 +176,7 @@ def _launch_forward(
     y: Tensor | None,
     scale: float,
 ) -> Tensor:
-    if not _fits(lora):
+    if not fits(lora):
         return plane_compose_ref(base, lora, magnitude, norm, bias, y, scale)
     lora, m = lora.contiguous(), magnitude.contiguous()
     out = torch.empty_like(lora)
@@ -210,10 +184,10 @@ def _launch_forward(
         return out
     images, N, S = lora.shape
     high, wide = _tile(S)
-    rows = (m, norm.contiguous(), _packed(bias, m))
+    rows = (m, norm.contiguous(), packed(bias, m))
     _forward(
         (-(-images * N // high), -(-S // wide), 1),
-        (out, _packed(base, lora), lora, *rows, _packed(y, lora)),
+        (out, packed(base, lora), lora, *rows, packed(y, lora)),
         (float(scale), images * N, N, S),
         (base is not None, bias is not None, y is not None, high, wide),
         num_warps=4,
@@ -233,12 +207,12 @@ def _launch_backward(
     need_lora: bool,
     need_m: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _fits(dout):
+    if not fits(dout):
         return plane_compose_bwd_ref(
             dout, base, lora, magnitude, norm, bias, scale, need_base, need_lora, need_m
         )
     dout, m = dout.contiguous(), magnitude.contiguous()
-    dbase, dlora = _room(dout, need_base), _room(dout, need_lora)
+    dbase, dlora = room(dout, need_base), room(dout, need_lora)
     if dout.numel() == 0:
         return dbase, dlora, torch.zeros_like(m) if need_m else m.new_empty(0)
     images, N, S = dout.shape
@@ -247,8 +221,8 @@ def _launch_backward(
     part = dout.new_empty((spans, images, N), dtype=torch.float32) if need_m else dout
     _backward(
         (-(-images * N // high), spans, 1),
-        (dbase, dlora, part, dout, _packed(base, dout), _packed(lora, dout),
-         m, norm.contiguous(), _packed(bias, m)),
+        (dbase, dlora, part, dout, packed(base, dout), packed(lora, dout),
+         m, norm.contiguous(), packed(bias, m)),
         (float(scale), images * N, N, S, min(_SPAN, -(-S // wide) * wide)),
         (base is not None, bias is not None, need_base, need_lora, need_m, high, wide),
         num_warps=4,
@@ -262,68 +236,16 @@ def _magnitude(part: Tensor, magnitude: Tensor, norm: Tensor) -> Tensor:
     return torch.where(alive, dm, 0).to(magnitude.dtype)
 
 
-def _like_backward(dout: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, magnitude, _, _, _, need_base, need_lora, need_m = args
-    return _room(dout, need_base), _room(dout, need_lora), _room(magnitude, need_m)
-
-
 # How PyTorch sees it.
 
-_forward_op = register_op(
-    "plane_compose_fwd(Tensor? base, Tensor lora, Tensor magnitude, Tensor norm, Tensor? bias,"
-    " Tensor? y, float scale) -> Tensor",
-    reference=plane_compose_ref,
-    fused=_launch_forward,
-    fake=lambda base, lora, *more: torch.empty_like(lora),
+_HOW = compose(
+    "plane_compose",
+    plane_compose_ref,
+    plane_compose_bwd_ref,
+    _launch_forward,
+    _launch_backward,
+    over=(0, 2),
 )
-_backward_op = register_op(
-    "plane_compose_bwd(Tensor dout, Tensor? base, Tensor? lora, Tensor magnitude, Tensor norm,"
-    " Tensor? bias, float scale, bool need_base, bool need_lora, bool need_m)"
-    " -> (Tensor, Tensor, Tensor)",
-    reference=plane_compose_bwd_ref,
-    fused=_launch_backward,
-    fake=_like_backward,
-)
-
-
-class _PlaneCompose(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        base: Tensor | None,
-        lora: Tensor,
-        magnitude: Tensor,
-        norm: Tensor,
-        bias: Tensor | None,
-        y: Tensor | None,
-        scale: float,
-        plain: bool,
-    ) -> Any:
-        reads = (base, lora) if ctx.needs_input_grad[2] else (None, None)
-        ctx.save_for_backward(*reads, magnitude, norm, bias)
-        ctx.scale, ctx.plain = scale, plain
-        fused = _launch_forward if direct(lora) else _forward_op
-        forward = plane_compose_ref if plain else fused
-        return forward(base, lora, magnitude, norm, bias, y, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *douts: Tensor) -> Any:
-        base, lora, magnitude, norm, bias = ctx.saved_tensors
-        need_base, need_lora, need_m, _, need_bias, need_y, *_ = ctx.needs_input_grad
-        dout = douts[0].contiguous()
-        backward = _launch_backward if direct(dout) else _backward_op
-        if ctx.plain or torch.is_grad_enabled():  # gradients of gradients: by plain algebra
-            backward = plane_compose_bwd_ref
-        dbase, dlora, dm = backward(
-            dout, base, lora, magnitude, norm, bias, ctx.scale, need_base, need_lora, need_m
-        )
-        db = None
-        if need_bias:
-            gain = dora_gain(magnitude, norm)
-            db = ((1 - gain) * dout.sum((0, 2), dtype=gain.dtype)).to(bias.dtype)
-        dbase, dlora = dbase if need_base else None, dlora if need_lora else None
-        dm, dy = dm if need_m else None, dout if need_y else None
-        return dbase, dlora, dm, None, db, dy, None, None
 
 
 def plane_compose(
@@ -358,7 +280,7 @@ def plane_compose(
     if backend != "auto":
         check_backend(backend, lora.device)
     plain = backend == "torch"
-    out: Tensor = _PlaneCompose.apply(base, lora, magnitude, norm, bias, y, scale, plain)
+    out: Tensor = Composed.apply(base, lora, magnitude, norm, bias, y, scale, plain, _HOW)
     return out
 
 
@@ -372,12 +294,7 @@ def _check(
 ) -> None:
     if lora.dim() != 3:
         raise ValueError(f"plane_compose got lora {tuple(lora.shape)}: it must be [I, N, S].")
-    for name, other in (("base", base), ("y", y)):
-        if other is not None and (other.shape != lora.shape or other.dtype != lora.dtype):
-            raise ValueError(
-                f"plane_compose got lora {tuple(lora.shape)} {lora.dtype} and {name} "
-                f"{tuple(other.shape)} {other.dtype}: y, base and lora must agree."
-            )
+    check_alike("plane_compose", lora, base, y)
     for name, row in (("magnitude", magnitude), ("norm", norm), ("bias", bias)):
         if row is not None and tuple(row.shape) != (lora.shape[1],):
             raise ValueError(
