@@ -41,6 +41,16 @@ def test_adapters_are_as_large_as_pefts(method: Any, kind: str, targets: Any):
     )
 
 
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match")
+def test_adapters_of_experts_are_as_large_as_pefts():
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    setting = Setting(method="lora", **SOME)
+    model = model_of(setting, "qwen3_moe", device="meta", **sizes)
+    shape = shape_of("qwen3_moe", **sizes)
+    assert gradient_parts(setting, shape).size == trained_bytes(model)
+    assert optimizer_parts(setting, shape).size == 2 * trained_bytes(model)
+
+
 @pytest.mark.parametrize(
     ("model", "targets", "rank", "numbers"),
     [

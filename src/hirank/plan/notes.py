@@ -32,9 +32,14 @@ def _padding(s: Setting, m: Shape) -> str | None:
 def _experts(s: Setting, m: Shape) -> str | None:
     if not m.experts:
         return None
+    if s.has_gains and s.targets == "all-linear":
+        return (
+            "PEFT has no DoRA for experts and refuses all-linear here, so this is for attention "
+            "alone: name targets, or use lora; allow 50 % of `activations kept`"
+        )
     return (
         "activations of experts depend on how tokens are sent to them and on the implementation: "
-        "allow 25 % of `activations kept` in either direction"
+        "allow 50 % of `activations kept` in either direction"
     )
 
 

@@ -65,7 +65,17 @@ def adapter_numbers(s: Setting, m: Shape) -> tuple[int, int]:
     """Numbers in all A and B, and in all magnitudes."""
     layers = adapted(s, m) if s.is_adapter else ()
     low = sum(s.rank * (x.inp + x.out) * x.count for x in layers)
+    low += m.layers * sum(_expert_sizes(s, m))
     return low, sum(x.out * x.count for x in layers) if s.has_gains else 0
+
+
+def _expert_sizes(s: Setting, m: Shape) -> list[int]:
+    """Numbers in each A and B of the experts of one block, which PEFT adapts with all-linear: the
+    joint gate and up at twice the rank, for each expert, and the router."""
+    if not m.experts or s.targets != "all-linear" or not s.is_adapter or s.has_gains:
+        return []
+    r, e, h, i = s.rank, m.experts, m.hidden, m.expert_size
+    return [2 * r * e * h, 2 * i * 2 * r * e, r * e * i, h * r * e, r * h, e * r]
 
 
 def adapter_parts(s: Setting, m: Shape) -> Iterator[tuple[str, Part]]:
@@ -115,7 +125,8 @@ def _largest_alone(s: Setting, m: Shape) -> Part:
 def largest_trained(s: Setting, m: Shape) -> int:
     """Numbers in the largest parameter that is trained."""
     if s.is_adapter:
-        return max(s.rank * max(x.inp, x.out) for x in adapted(s, m))
+        largest = max(s.rank * max(x.inp, x.out) for x in adapted(s, m))
+        return max([largest, *_expert_sizes(s, m)])
     return max(x.each for x in m.matrices())
 
 
@@ -155,6 +166,8 @@ def _trained_sizes(s: Setting, m: Shape) -> Iterator[tuple[int, int, int]]:
         yield x.count, s.rank * x.out, width
         if s.has_gains:
             yield x.count, x.out, 4
+    for numbers in _expert_sizes(s, m):
+        yield m.layers, numbers, width
 
 
 def _every_tensor(m: Shape) -> Iterator[Matrix]:
