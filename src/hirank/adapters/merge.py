@@ -35,6 +35,7 @@ class Block(NamedTuple):
     rows: slice
     before: Tensor  # [rows, K]
     after: Tensor  # [rows, K]
+    dtype: torch.dtype  # of the weight that `before` was read from
 
 
 @torch.no_grad()
@@ -55,7 +56,7 @@ def merged_blocks(
     for start in range(0, weight.shape[0], height):
         rows = slice(start, start + height)
         before = weight[rows].to(acc, copy=True)
-        block = Block(rows, before, before.clone())
+        block = Block(rows, before, before.clone(), weight.dtype)
         with torch.autocast(weight.device.type, enabled=False):
             for number, part in enumerate(parts):
                 _fold(block, factors[number], part, first=number == 0)

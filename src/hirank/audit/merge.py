@@ -120,7 +120,9 @@ class FidelityMeter:
         if not stored.numel():
             return
         increment = block.after - block.before
-        before = block.before.to(stored.dtype).to(increment.dtype)
+        before = block.before
+        if stored.dtype != block.dtype:
+            before = before.to(stored.dtype).to(increment.dtype)
         moved = stored.to(increment.dtype) - before
         error = moved - increment
         least, most = torch.aminmax(error)
