@@ -93,6 +93,7 @@ CROSSED = [
     ("qwen2", {"method": "galore", "rank": 16, "checkpointing": True}),
     ("llama", {"method": "lora", "packing": True}),
     ("llama", {"method": "qlora"}),
+    ("gemma", {"method": "full", "autocast": False, "accumulation": 2}),
     ("qwen2", {"method": "qgalore", "rank": 16, "loss": "plain"}),
     ("qwen2", {"method": "galore", "rank": 16, "step_in_backward": True}),
 ]

@@ -105,8 +105,7 @@ def _activations(s: Setting, m: Shape) -> Iterator[Term]:
     yield _term("logits and loss", first[1:], backward, s)
     if _held_before(s):
         yield _term("gradients", first, gradient_parts(s, m), s)
-    else:
-        yield _term("gradients", first[1:], head_gradient(s, m), s)
+    yield _term("gradients", first[1:], head_gradient(s, m), s)
     if s.checkpointing and s.autocast and trained_bytes(s) == 4 and not s.is_adapter:
         copies = sum(x.size for x in m.linears)
         part = Part(2 * copies, f"autocast's copies of all linears: {copies:,} x 2 bytes")
@@ -136,6 +135,9 @@ def _last_block(s: Setting, m: Shape) -> list[Term]:
     terms = [_term("activations kept", phase, x, s) for x in _kept_of_all(s, m)]
     if _held_before(s):
         terms.append(_term("gradients", phase, gradient_parts(s, m), s))
+        if m.tied and not s.is_adapter:
+            waits = Part(m.vocabulary * m.hidden * trained_bytes(s), "the tied head's, which waits")
+            terms.append(_term("gradients", phase, waits, s))
     elif not s.is_adapter and not s.step_in_backward:
         numbers = m.vocabulary * m.hidden + (m.block_parameters if not s.checkpointing else 0)
         part = Part(numbers * trained_bytes(s), f"the first gradients: {numbers:,} numbers")
