@@ -79,6 +79,16 @@ def test_names_with_a_prefix_more_or_less(tmp_path: Path, name: str, key: str | 
             folder.weight(name)
 
 
+def test_a_stale_index_is_not_believed(tmp_path: Path):
+    """Transformers, too, looks for the single file first."""
+    for file, value in (("model.safetensors", 1.0), ("model-00001-of-00001.safetensors", 2.0)):
+        save_file({"a": torch.tensor([value])}, tmp_path / file)
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text("{}")
+    assert BaseFolder(tmp_path).weight("a").item() == 1
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [

@@ -111,8 +111,26 @@ KEY = "base_model.model.layers.0."
         (lambda t: t.pop(KEY + "lora_magnitude_vector"), "has no lora_magnitude_vector for"),
         (lambda t: t[KEY + "lora_A.weight"].fill_(torch.nan), "that are not finite"),
         (lambda t: t.clear(), "no lora_magnitude_vector"),
+        (
+            lambda t: [t.pop(KEY + part) for part in ("lora_A.weight", "lora_B.weight")],
+            "has no lora_A for layers.0",
+        ),
+        (
+            lambda t: t.update({KEY + "lora_B.weight": torch.zeros(8, 3)}),
+            r"layers.0 A \[4, 6\] and B \[8, 3\], which have no rank in common",
+        ),
+        (
+            lambda t: t.update({KEY + "lora_B.weight": torch.zeros(8)}),
+            r"and B \[8\], which have no",
+        ),
+        (lambda t: t.update({KEY + "lora_A.weight": torch.zeros(0, 6)}), r"A \[0, 6\]"),
+        (
+            lambda t: t.update({KEY + "lora_A.weight": torch.ones(4, 6).int()}),
+            "A that are no float",
+        ),
+        (lambda t: t.update({KEY + "lora_magnitude_vector": torch.ones(7)}), "8 rows and 7 magn"),
     ],
-    ids=["B", "m", "nan", "empty"],
+    ids=["B", "m", "nan", "empty", "only m", "rank", "one side", "no rank", "whole", "few m"],
 )
 def test_what_is_wrong_with_the_weights_is_said(tmp_path: Path, change: Any, said: str):
     saved(tmp_path)
@@ -128,6 +146,11 @@ def test_what_is_wrong_with_the_weights_is_said(tmp_path: Path, change: Any, sai
         ({"peft_type": "LOHA"}, "holds a LOHA adapter: give one of LoRA or DoRA"),
         ({"lora_alpha": None}, "has no lora_alpha"),
         ({"use_dora": False}, "holds lora_magnitude_vector weights but use_dora"),
+        ({"lora_alpha": float("nan")}, "has alpha nan for image, which is no strength"),
+        ({"lora_alpha": 1e300}, r"has alpha 1e\+300 for image"),
+        ({"alpha_pattern": {"image": "8"}}, "has alpha '8' for image"),
+        ({"rank_pattern": {"image(": 4}}, "rank_pattern or alpha_pattern that cannot be read"),
+        ({"rank_pattern": ["image"]}, "rank_pattern or alpha_pattern that cannot be read"),
     ],
 )
 def test_what_is_wrong_with_the_settings_is_said(tmp_path: Path, changes: Any, said: str):

@@ -1,6 +1,7 @@
 """A folder merged on disk computes what the adapter does: against an fp64 merger of a few lines."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,56 @@ def test_a_base_of_another_shape_is_refused(tmp_path: Path):
     refused(
         tmp_path, r"down_proj has a weight \[64, 48\] in the base and an adapter for \[32, 48\]"
     )
+
+
+@pytest.mark.parametrize("name", ["model.norm", "model.layers.0.self_attn.q_proj"])
+def test_numbers_above_fp16_are_refused(tmp_path: Path, name: str):
+    """Merged or only copied: they would be stored as infinities."""
+    model = llama()
+    torch.nn.init.constant_(model.get_submodule(name).weight, 7e4)
+    save_pair(tmp_path, model, target_modules=["q_proj"], use_dora=False)
+    refused(
+        tmp_path,
+        f"{name}.* holds numbers above 6.55e\\+04, which float16 has not",
+        dtype=torch.float16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": "Llama"}, "names no architectures"),
+        ({"architectures": [None]}, "names None, which this Transformers lacks"),
+        ({"hidden_size": "32"}, "describes no model"),
+        ({"num_attention_heads": 0}, "describes no model"),
+        ({"hidden_size": -3}, "describes no model"),
+    ],
+)
+def test_configs_that_describe_no_model(tmp_path: Path, changes: dict[str, Any], said: str):
+    save_pair(tmp_path, llama(), target_modules=["q_proj"])
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    refused(tmp_path, said)
+
+
+def test_an_adapter_beside_the_model_is_refused(tmp_path: Path):
+    save_pair(tmp_path, llama(), target_modules=["q_proj"])
+    shutil.copy(tmp_path / "adapter" / "adapter_config.json", tmp_path / "base")
+    refused(tmp_path, "holds an adapter_config.json beside the model")
+
+
+def test_a_link_to_an_empty_folder_is_followed_and_the_current_folder_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save_pair(tmp_path, llama(), target_modules=["q_proj"])
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    merge(tmp_path, "link")
+    assert (tmp_path / "real" / "model.safetensors").exists() and (tmp_path / "link").is_symlink()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(HirankError, match="is the current folder"):
+        merge(tmp_path, "here")
 
 
 def test_a_base_with_other_names_is_refused(tmp_path: Path):

@@ -1,11 +1,14 @@
 """Gains against the dense formula in fp64."""
 
 import math
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from audit.on_disk import KINDS, OnDisk, delta, saved, weight
 from hirank.adapters.base_files import BaseFolder
@@ -45,6 +48,23 @@ def test_gains_of_all_kinds_of_layers(tmp_path: Path, dtype: torch.dtype):
         )
         median = torch.quantile(g, 0.5)
         assert found[name].quantiles()["0.5"] == pytest.approx(float(median), rel=1e-5)
+
+
+def test_a_square_conv1d_beside_a_square_linear(tmp_path: Path):
+    """Neither shapes nor the one fan_in_fan_out of the settings tell which of them is turned."""
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=16, n_positions=8)
+    model = GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["c_proj", "lm_head"], use_dora=True)
+    with warnings.catch_warnings(action="ignore"):
+        peft = get_peft_model(model, lora)
+        peft.save_pretrained(tmp_path / "adapter")
+    folder = AdapterFolder(tmp_path / "adapter")
+    found = all_gains(folder, BaseWeights(BaseFolder(tmp_path / "base"), folder))
+    assert len(found) == 3
+    for layer in found:  # B is zero and m the norm of W: nothing was trained
+        torch.testing.assert_close(layer.gain, torch.ones_like(layer.gain))
+        assert layer.unmoved == layer.rows
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hirank.adapters.few_bits import as_trained
 from hirank.adapters.files import AdapterFolder, AdapterLayer
 from hirank.adapters.merge_files import merge_matrix
 from hirank.audit.merge import FidelityMeter
+from hirank.audit.merge_run import as_json
 from hirank.audit.served import Prompt, probe, served
 from hirank.cli import app
 
@@ -55,6 +56,15 @@ def test_every_figure_is_that_of_brute_force(dtype: torch.dtype, dora: bool, sca
     assert found.change == pytest.approx(float(wanted.norm() / before.norm()), rel=1e-3)
     swallowed = float((stored == before).double().mean())
     assert found.swallowed == pytest.approx(swallowed, abs=1e-3)
+
+
+def test_a_weight_above_fp16_that_its_gain_brings_back():
+    """A row of DoRA may be larger in the base than in the merged model."""
+    adapter, weight = layer(1e-1, dora=True), torch.randn(96, 96)
+    weight[0, 0] = 1e5
+    meter = FidelityMeter()
+    merge_matrix(weight, adapter, torch.float16, watch=meter)
+    assert meter.result().total.distortion < 0.01
 
 
 def test_the_verdict_follows_the_noise():
@@ -171,6 +181,37 @@ def test_a_merge_that_destroys_is_not_kept(weak: Path, tmp_path: Path):
     assert forced.exit_code == 1 and (tmp_path / "m" / "config.json").exists()
     wide = call("merge", weak, "--out", tmp_path / "w", "--dtype", "float32")
     assert wide.exit_code == 0 and wide.output.startswith("SAFE")
+
+
+def test_prompts_count_by_their_scored_tokens(trained: Path):
+    """One without answers says nothing, and does not make the shift look smaller."""
+    told = Prompt(list(range(5, 20)), [True] * 15)
+    silent = Prompt(list(range(40, 60)), [False] * 20)
+    folders = [trained / name for name in ("base", "adapter", "base")]
+    one, many = (served(*folders, prompts) for prompts in ([told], [told] + 9 * [silent]))
+    assert (many.gain, many.shift) == (one.gain, one.shift)
+    assert not many.good
+
+
+def test_logits_that_are_no_numbers_are_no_proof(trained: Path, tmp_path: Path):
+    shutil.copytree(trained / "base", tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    tensors["model.norm.weight"].fill_(torch.nan)
+    save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    done = call(
+        "merge", trained / "adapter", "--base", tmp_path / "base", "--out", tmp_path / "out"
+    )
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "computes logits that are no numbers" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_json_has_null_where_there_is_no_number():
+    """Rounding by chance moves weights to which an untrained adapter adds nothing."""
+    meter = FidelityMeter()
+    merge_matrix(torch.randn(96, 96), layer(0), torch.bfloat16, seed=0, watch=meter)
+    report = json.loads(as_json(meter.result().as_dict()), parse_constant=pytest.fail)
+    assert (report["total"]["distortion"], report["total"]["change"]) == (None, 0)
 
 
 def test_prompts_that_lose_their_gain_are_told(trained: Path, tmp_path: Path):

@@ -139,6 +139,39 @@ def test_what_no_lora_reaches_is_told(tmp_path: Path):
     assert found.error < 1e-5  # a constant has rank 1
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("parted", [False, True])
+def test_a_shared_weight_is_reached_from_both_of_its_ends(tmp_path: Path, parted: bool):
+    """A LoRA of the embedding alone would leave the head that shares its weight behind."""
+    model = tiny_llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(0.02 * torch.randn(320, 32))
+    if parted:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight + 0.01)
+    model.save_pretrained(tmp_path / "tuned")
+    found = lora_of_model(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=32)
+    assert {layer.name for layer in found.layers} == {"model.embed_tokens", "lm_head"}
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "lora"
+    )
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            adapted(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_numbers_too_large_to_be_decomposed_are_refused(tmp_path: Path):
+    for name, number in (("base", -3e38), ("tuned", 3e38)):
+        model = tiny_llama()
+        torch.nn.init.constant_(model.model.layers[0].mlp.up_proj.weight, number)
+        model.save_pretrained(tmp_path / name)
+    with pytest.raises(HirankError, match=r"up_proj holds numbers that are not finite or too"):
+        lora_of_model(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=2)
+
+
 def test_a_layer_above_the_limit_is_refused_by_name(llama: Path, tmp_path: Path):
     with pytest.raises(HirankError, match=r"of rank 1 misses .* in model.embed_tokens, more than"):
         lora_of_adapter(

@@ -19,9 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hirank.errors import HirankError
+from hirank.files import need_new
 
 __all__ = [
     "CONFIG", "DTYPES", "INDEX", "SINGLE", "BaseFolder", "Entry", "ShardWriter", "is_weights",
+    "new_folder",
 ]  # fmt: skip
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -133,6 +135,8 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _shard_names(folder: Path) -> list[str]:
+    if (folder / SINGLE).is_file():  # which Transformers looks for first, too
+        return [SINGLE]
     if (folder / INDEX).is_file():
         named = _config(folder / INDEX).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(v, str) for v in named.values()):
@@ -143,8 +147,6 @@ def _shard_names(folder: Path) -> list[str]:
                 f"{folder} lacks {missing[0]}, which its index names: fetch it again."
             )
         return sorted(set(named.values()))
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
     other = next(iter(sorted(folder.glob("*.bin")) or sorted(folder.glob("*.gguf"))), None)
     held = "no model.safetensors" if other is None else f"{other.name}, but no model.safetensors"
     raise HirankError(f"{folder} has {held}: save the model as safetensors first.")
@@ -167,6 +169,19 @@ def _entries(path: Path) -> list[Entry]:
         raise HirankError(f"{path} cannot be read ({error}); fetch it again.") from None
     except KeyError as error:
         raise HirankError(f"{path} holds numbers of type {error}, which nobody knows.") from None
+
+
+def new_folder(target: Path) -> Path:
+    """Where a new folder is to be made, links followed.
+
+    Raises HirankError: `target` holds something or cannot be made, or is the current folder, which
+    a rename would take from under whoever stands in it.
+    """
+    place = target.resolve()
+    need_new(place)
+    if place == Path.cwd():
+        raise HirankError(f"{target} is the current folder: name a new one in it.")
+    return place
 
 
 def is_weights(path: Path) -> bool:

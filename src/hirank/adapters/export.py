@@ -28,6 +28,9 @@ _PEFT_REFUSES = (
 def read_settings(folder: Path) -> dict[str, Any]:
     """The settings of the adapter in `folder`. Raises HirankError if they cannot be read."""
     path = folder / CONFIG_FILE
+    if not path.is_file():
+        what = f"has no {CONFIG_FILE}" if folder.is_dir() else "is no folder"
+        raise HirankError(f"{folder} {what}: give the folder of an adapter in PEFT's format.")
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

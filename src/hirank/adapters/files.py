@@ -124,7 +124,12 @@ class AdapterFolder:
         return bool(self.settings.get("use_dora"))
 
     def layer(self, name: str) -> AdapterLayer:
-        """Read one layer. Raises HirankError: numbers that are not finite, a rank unlike r's."""
+        """Read one layer.
+
+        Raises:
+            HirankError: numbers that are not finite, shapes that do not go together, a rank unlike
+                that of the settings, a scale that is no number.
+        """
         read = {part: self.tensor(key) for part, key in self._parts[name].items()}
         kind: Kind = "embedding" if "lora_embedding_A" in read else "linear"
         prefix = "lora_embedding_" if kind == "embedding" else "lora_"
@@ -132,6 +137,7 @@ class AdapterFolder:
         if A.dim() > 2:
             kind = "conv"
         magnitude = read.get("lora_magnitude_vector")
+        _need_shapes(f"{self.path} has in {name}", A, B, magnitude)
         alpha, scale = self._strength(name, A.shape[0])
         return AdapterLayer(
             name=name,
@@ -167,26 +173,66 @@ class AdapterFolder:
         from hirank.adapters.peft.saving import rank_and_alpha
 
         patterns = {key: self.settings.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
-        said, alpha = rank_and_alpha(SimpleNamespace(**self.settings | patterns), name)
+        try:
+            said, alpha = rank_and_alpha(SimpleNamespace(**self.settings | patterns), name)
+        except (re.error, TypeError, AttributeError) as error:
+            raise HirankError(
+                f"{self.folder} has a rank_pattern or alpha_pattern that cannot be read ({error}): "
+                "write names, or regular expressions of names, and their numbers."
+            ) from None
         if said != rank:
             raise HirankError(
                 f"{self.path} has rank {rank} in {name}, for which the settings say {said}: set r "
                 "or rank_pattern to what was trained."
             )
-        root = bool(self.settings.get("use_rslora"))
-        return alpha, alpha / math.sqrt(rank) if root else alpha / rank
+        return alpha, self._scale(name, alpha, rank)
+
+    def _scale(self, name: str, alpha: Any, rank: int) -> float:
+        if not _fits_fp32(alpha):
+            raise HirankError(
+                f"{self.folder} has alpha {alpha!r} for {name}, which is no strength: write the "
+                "number it was trained with."
+            )
+        return float(alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank))
 
     def _check(self) -> None:
         if not self.names:
             raise HirankError(f"{self.path} holds no adapted layers; take it from the run again.")
         for name, parts in self._parts.items():
             missing = [b for a, b in _NEEDED.items() if a in parts and b not in parts]
+            if not parts.keys() & _NEEDED.keys():
+                missing = ["lora_A"]
             if not missing and self.dora and "lora_magnitude_vector" not in parts:
                 missing = ["lora_magnitude_vector"]
             if missing:
                 raise HirankError(
                     f"{self.path} has no {missing[0]} for {name}; take it from the run again."
                 )
+
+
+def _need_shapes(said: str, A: Tensor, B: Tensor, magnitude: Tensor | None) -> None:
+    """Raises HirankError unless B A is a product, and m has a number for each of its rows."""
+    names = [("A", A), ("B", B)] + ([] if magnitude is None else [("magnitudes", magnitude)])
+    odd = next((name for name, part in names if not part.is_floating_point()), None)
+    if odd is not None:
+        raise HirankError(f"{said} {odd} that are no floats: take it from the run again.")
+    ranks = A.shape[0] if A.dim() else 0, B.shape[1] if B.dim() > 1 else 0
+    fits = A.dim() == B.dim() and min(A.dim(), *ranks) > 0 and ranks[0] % ranks[1] == 0
+    if not fits or (A.dim() == 2 and ranks[0] != ranks[1]):
+        raise HirankError(
+            f"{said} A {list(A.shape)} and B {list(B.shape)}, which have no rank in common: take "
+            "the adapter from the run again."
+        )
+    if magnitude is not None and magnitude.numel() != B.shape[0]:
+        raise HirankError(
+            f"{said} {B.shape[0]} rows and {magnitude.numel()} magnitudes: take the adapter from "
+            "the run again."
+        )
+
+
+def _fits_fp32(alpha: Any) -> bool:
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    return is_number and abs(alpha) <= torch.finfo(torch.float32).max  # NaN is not
 
 
 def _sorted_out(keys: list[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:

@@ -17,13 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hirank.adapters.base_files import CONFIG, INDEX, SINGLE, Entry, ShardWriter, is_weights
+from hirank.adapters.base_files import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    Entry,
+    ShardWriter,
+    is_weights,
+    new_folder,
+)
 from hirank.adapters.few_bits import as_trained
 from hirank.adapters.files import AdapterLayer
 from hirank.adapters.merge import Block, Increment, merged_blocks
 from hirank.adapters.merge_plan import MergePlan
 from hirank.errors import HirankError
-from hirank.files import atomic_folder, need_new, need_space
+from hirank.files import atomic_folder, need_space
 from hirank.kernels.blockquant import round_to_bf16
 
 __all__ = ["Watch", "base_tensor", "merge_matrix", "trained_tensor", "write_merged"]
@@ -54,11 +62,9 @@ def write_merged(
             if entry.key in plan.layers:
                 _tensor(plan, entry, watch)
         return
-    need_new(target)
-    need_space(target, plan.nbytes + SLACK)
-    if target.is_dir():
-        target.rmdir()
-    with atomic_folder(target) as draft:
+    place = new_folder(target)
+    need_space(place, plan.nbytes + SLACK)
+    with atomic_folder(place) as draft:
         _copy_rest(plan, draft)
         for name, held in plan.shards.items():
             with ShardWriter(draft / name, held) as writer:
@@ -88,7 +94,21 @@ def _tensor(plan: MergePlan, entry: Entry, watch: Watch | None) -> Tensor:
         layer = plan.adapter.layer(plan.biases[entry.key])
         assert layer.bias is not None
         new = new.float() + layer.scale * layer.bias.float()
-    return new.to(entry.dtype)
+    return _need_room(entry.key, new, new.to(entry.dtype))
+
+
+def _need_room(name: str, wide: Tensor, stored: Tensor) -> Tensor:
+    """`stored`. Raises HirankError if its dtype made infinities of numbers, as fp16 does."""
+    if wide.dtype == stored.dtype or not stored.is_floating_point():
+        return stored
+    most = torch.finfo(stored.dtype).max
+    # Their norm is quick to look at, and bounds each of them.
+    if torch.linalg.vector_norm(wide.float()) <= most or not (stored.isinf() > wide.isinf()).any():
+        return stored
+    raise HirankError(
+        f"{name} holds numbers above {most:.4g}, which {str(stored.dtype).removeprefix('torch.')} "
+        "has not: give --dtype bfloat16 or float32."
+    )
 
 
 def base_tensor(plan: MergePlan, key: str) -> Tensor:
@@ -144,6 +164,8 @@ def merge_matrix(
                 "is broken there."
             )
         stored = _rounded(block.after, dtype, dice)
+        if not quick <= torch.finfo(dtype).max:
+            _need_room(layer.name, block.after, stored)
         rows_out[block.rows] = stored
         if watch is not None:
             watch(layer.name, block, stored)

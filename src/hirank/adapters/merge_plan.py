@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from hirank.adapters.base_files import CONFIG, BaseFolder, Entry
+from hirank.adapters.export import CONFIG_FILE
 from hirank.adapters.few_bits import check_kind, quantised_layers
 from hirank.adapters.files import AdapterFolder, AdapterLayer
 from hirank.errors import HirankError
@@ -84,7 +86,12 @@ def plan_merge(
     """
     if (obstacle := adapter.obstacle()) is not None:
         raise HirankError(f"{adapter.folder} cannot be merged from its files: {obstacle}.")
-    if "quantization_config" in base.config:
+    if (base.folder / CONFIG_FILE).is_file():
+        raise HirankError(
+            f"{base.folder} holds an {CONFIG_FILE} beside the model, and Transformers would put "
+            "that on it: move the adapter to a folder of its own."
+        )
+    if base.config.get("quantization_config") is not None:
         raise HirankError(
             f"{base.folder} holds weights of few bits, which no merged weight fits into: give the "
             "base in a floating dtype, or make one with dense_copy."
@@ -238,11 +245,19 @@ def _floats(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
+_NO_MODEL = (
+    StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError,
+    ArithmeticError,
+)  # fmt: skip
+"""What Transformers raises over a config."""
+
+
 def meta_model(base: BaseFolder) -> Any:
     """The architecture without weights, its shared weights tied."""
     import transformers
 
-    names = base.config.get("architectures") or []
+    named = base.config.get("architectures")
+    names = [str(name) for name in named] if isinstance(named, list) else []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
         known = f"{names[0]}, which this Transformers lacks" if names else "no architectures"
@@ -251,7 +266,7 @@ def meta_model(base: BaseFolder) -> Any:
         config = kind.config_class.from_pretrained(base.folder)
         with torch.device("meta"):
             model = kind(config)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except _NO_MODEL as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise HirankError(f"{base.folder / CONFIG} describes no model ({reason}).") from None
     model.tie_weights()
@@ -270,13 +285,8 @@ def _check_fit(layer: AdapterLayer, module: nn.Module, weight: Tensor) -> None:
     if turned(module):
         rows, columns = columns, rows
     found = (layer.B.shape[0], layer.A.shape[1])
-    if found != (rows, columns) or layer.B.shape[1] != layer.rank:
+    if found != (rows, columns):
         raise HirankError(
             f"{layer.name} has a weight [{rows}, {columns}] in the base and an adapter for "
             f"[{found[0]}, {found[1]}]: is it the base of this adapter?"
-        )
-    if layer.magnitude is not None and layer.magnitude.numel() != rows:
-        raise HirankError(
-            f"{layer.name} has {rows} rows and {layer.magnitude.numel()} magnitudes: take the "
-            "adapter from the run again."
         )

@@ -1,9 +1,12 @@
 """The base weight under an adapted layer, as the matrix [N, K] that the adapter adds to."""
 
+from functools import cached_property
+
 from torch import Tensor
 
 from hirank.adapters.base_files import BaseFolder
 from hirank.adapters.files import AdapterFolder, AdapterLayer
+from hirank.adapters.merge_plan import meta_model
 from hirank.audit.factors import groups_of
 from hirank.errors import HirankError
 
@@ -65,11 +68,28 @@ class BaseWeights:
         return found[0] if len(found) == 1 else None
 
     def _turned(self, layer: AdapterLayer) -> bool:
-        """Whether the file has W^T: an embedding's table, or Transformers' Conv1D."""
+        """Whether the file has W^T: an embedding's table, or Transformers' Conv1D.
+
+        A square weight's shape does not tell, and a mixed adapter's settings are those of its last
+        layer: so the architecture is asked.
+        """
         if layer.kind != "linear":
             return layer.kind == "embedding"
         stored, wanted = self._folder.entries[self._key(layer)].shape, _shape(layer)
-        return self._turns if stored == wanted == wanted[::-1] else stored == wanted[::-1]
+        if stored != wanted or wanted != wanted[::-1]:
+            return stored == wanted[::-1]
+        return self._turns if self._turned_names is None else layer.name in self._turned_names
+
+    @cached_property
+    def _turned_names(self) -> set[str] | None:
+        """Names of all Conv1D; None where Transformers does not know the architecture."""
+        from transformers.pytorch_utils import Conv1D
+
+        try:
+            modules = dict(meta_model(self._folder).named_modules())
+        except HirankError:
+            return None
+        return {name for name, module in modules.items() if isinstance(module, Conv1D)}
 
     def _check(self, layer: AdapterLayer) -> None:
         entry, wanted = self._folder.entries[self._key(layer)], _shape(layer)

@@ -122,7 +122,7 @@ class FidelityMeter:
         increment = block.after - block.before
         before = block.before
         if stored.dtype != block.dtype:
-            before = before.to(stored.dtype).to(increment.dtype)
+            before = _as_stored(before, stored.dtype)
         moved = stored.to(increment.dtype) - before
         error = moved - increment
         least, most = torch.aminmax(error)
@@ -157,6 +157,14 @@ class FidelityMeter:
             total.add(sums)
         layers = [_layer(name, sums) for name, sums in self._sums.items()]
         return Fidelity(self._dtype, _layer("all layers", total), layers, distance)
+
+
+def _as_stored(before: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to `dtype`; what that would make infinite is left as it is."""
+    rounded = before.to(dtype).to(before.dtype)
+    if dtype == torch.float16 and not rounded.isfinite().all():
+        rounded = torch.where(rounded.isfinite(), rounded, before)
+    return rounded
 
 
 def _layer(name: str, sums: _Sums) -> LayerFidelity:

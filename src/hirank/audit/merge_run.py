@@ -1,6 +1,7 @@
 """A merge with its verdict: computed, measured, verified by loading it, kept if it is worth it."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,23 @@ from hirank.audit.served import Prompt, served
 from hirank.audit.verify import verified
 from hirank.audit.weight_gap import weight_gap
 
-__all__ = ["REPORT", "merge_and_measure"]
+__all__ = ["REPORT", "as_json", "merge_and_measure"]
 
 REPORT = "merge.json"
 """What a merged folder tells of its making."""
+
+
+def as_json(report: Any) -> str:
+    """JSON that any reader takes: what is infinite or no number becomes null."""
+    return json.dumps(_plain(report), indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Destroyed(Exception):
@@ -69,7 +83,7 @@ def merge_and_measure(
         if prompts is not None:
             found = served(*folders, draft, prompts, trained_on=plan.trained_on)
             report["check"] = found.as_dict()
-        (draft / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        (draft / REPORT).write_text(as_json(report) + "\n", encoding="utf-8")
 
     try:
         write_merged(plan, target, meter, finish)

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hirank.adapters.base_files import BaseFolder
+from hirank.adapters.base_files import BaseFolder, new_folder
 from hirank.adapters.export import CONFIG_FILE, WEIGHTS_FILE
 from hirank.adapters.files import PREFIX, AdapterFolder
 from hirank.adapters.merge_plan import meta_model
@@ -29,7 +29,7 @@ from hirank.audit.increment import BLOCK, adapted_rows, gain_of
 from hirank.audit.partial import Blocks, largest_triples
 from hirank.audit.rank import rank_settings
 from hirank.errors import HirankError
-from hirank.files import atomic_folder, need_new
+from hirank.files import atomic_folder
 
 __all__ = ["Nearest", "NearestLayer", "lora_of_adapter", "lora_of_model"]
 
@@ -109,12 +109,12 @@ def lora_of_adapter(
     """
     folder = AdapterFolder(source)
     _check(folder, rank)
-    need_new(out)
+    place = new_folder(out)
     weights = BaseWeights(BaseFolder(base), folder)
     jobs = [_adapter_job(folder, weights, name) for name in folder.names]
     settings = {key: folder.settings.get(key) for key in _KEEP}
     tensors = {key: folder.tensor(key) for key in folder.others.values()}
-    return _write(jobs, out, rank, max_error, settings, tensors, [], tick, finish)
+    return _write(jobs, place, rank, max_error, settings, tensors, [], tick, finish)
 
 
 def _check(folder: AdapterFolder, rank: int) -> None:
@@ -173,34 +173,53 @@ def lora_of_model(
     """
     _check_rank(rank)
     before, after = BaseFolder(base), BaseFolder(tuned)
-    need_new(out)
+    place = new_folder(out)
     model = meta_model(before)
+    names = _Names(model)
     jobs, left_out = [], []
     for name, module in model.named_modules():
         for part, parameter in module.named_parameters(recurse=False):
             full = f"{name}.{part}" if name else part
-            if not _changed(before, after, full, tuple(parameter.shape)):
+            pair = names.key_in(before, full), names.key_in(after, full)
+            if not _changed(before, after, full, pair, tuple(parameter.shape)):
                 continue
             if part == "weight" and _takes_lora(module):
-                jobs.append(_model_job(before, after, name, module))
+                jobs.append(_model_job(before, after, name, pair, module))
             else:
                 left_out.append(full)
     if not jobs:
         raise HirankError(f"{tuned} has the linears of {base}: there is nothing to export.")
     settings: dict[str, Any] = {"base_model_name_or_path": str(base), "task_type": "CAUSAL_LM"}
     settings |= {"fan_in_fan_out": all(_is_turned(model.get_submodule(j.name)) for j in jobs)}
-    return _write(jobs, out, rank, max_error, settings, {}, left_out, tick, finish)
+    return _write(jobs, place, rank, max_error, settings, {}, left_out, tick, finish)
 
 
-def _changed(before: BaseFolder, after: BaseFolder, name: str, shape: tuple[int, ...]) -> bool:
-    keys = before.key_of(name), after.key_of(name)
-    if keys[0] is None and keys[1] is None:
-        return False  # shared with one that is looked at
+_Pair = tuple[str | None, str | None]
+"""Keys of one parameter in the files of two models."""
+
+
+class _Names:
+    """Where a parameter is stored, which may be under the name of one that shares its weight.
+
+    A LoRA of one end of a shared weight leaves the other end alone: so both ends get one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def key_in(self, folder: BaseFolder, name: str) -> str | None:
+        own = self._parameters[name]
+        twins = [other for other, parameter in self._parameters.items() if parameter is own]
+        found = (folder.key_of(each) for each in (name, *twins))
+        return next((key for key in found if key is not None), None)
+
+
+def _changed(
+    before: BaseFolder, after: BaseFolder, name: str, keys: _Pair, shape: tuple[int, ...]
+) -> bool:
     if keys[0] is None or keys[1] is None:
-        raise HirankError(
-            f"{name} is in one of {before.folder} and {after.folder} only: give two models of one "
-            "architecture, with the same weights shared."
-        )
+        lacks = before.folder if keys[0] is None else after.folder
+        raise HirankError(f"{lacks} has no {name}: give two models of one architecture.")
     one, other = before.tensor(keys[0]), after.tensor(keys[1])
     if one.shape != other.shape or tuple(one.shape) != shape:
         raise HirankError(
@@ -223,14 +242,16 @@ def _is_turned(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def _model_job(before: BaseFolder, after: BaseFolder, name: str, module: nn.Module) -> _Job:
+def _model_job(
+    before: BaseFolder, after: BaseFolder, name: str, keys: _Pair, module: nn.Module
+) -> _Job:
     turned = _is_turned(module) or isinstance(module, nn.Embedding)
     shape = tuple(module.get_parameter("weight").shape)
     rows, columns = shape[::-1] if turned else shape
     height = max(1, BLOCK // columns)
 
     def read() -> Iterator[Tensor]:
-        old, new = (f.weight(f"{name}.weight") for f in (before, after))
+        old, new = (f.tensor(str(key)) for f, key in zip((before, after), keys, strict=True))
         if turned:
             old, new = old.T, new.T
         starts = range(0, rows, height)
@@ -276,6 +297,11 @@ def _write(
 
 def _best(job: _Job, rank: int) -> tuple[Tensor, Tensor]:
     """B [N, r] and A [r, K] in fp32."""
+    if not math.isfinite(math.fsum(map(_squares, job.increment.read()))):
+        raise HirankError(
+            f"What was trained in {job.name} holds numbers that are not finite or too large for "
+            "fp32: take an earlier checkpoint."
+        )
     factors = largest_triples(job.increment, rank).cut(rank)
     return factors.B.float().contiguous(), factors.A.float().contiguous()
 

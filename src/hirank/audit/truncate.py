@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hirank.adapters.base_files import BaseFolder
+from hirank.adapters.base_files import BaseFolder, new_folder
 from hirank.adapters.export import CONFIG_FILE, WEIGHTS_FILE
 from hirank.adapters.files import AdapterFolder, AdapterLayer
 from hirank.audit.base_weights import BaseWeights
@@ -33,7 +33,7 @@ from hirank.audit.increment import adapted_rows, gain_of
 from hirank.audit.rank import rank_settings, whole_alpha
 from hirank.audit.spectrum import Factors, Spectrum, Triples, difference_norm, product_triples
 from hirank.errors import HirankError
-from hirank.files import atomic_folder, need_new, need_space
+from hirank.files import atomic_folder, need_space
 
 __all__ = ["Cut", "Truncation", "truncate"]
 
@@ -143,15 +143,15 @@ def truncate(
     folder = AdapterFolder(source)
     wish = _Wish(rank, energy, bool(folder.settings.get("use_rslora")))
     _check(folder, wish)
-    need_new(out)
+    place = new_folder(out)
     weights = None if base is None else BaseWeights(BaseFolder(base), folder)
     new, cuts = {}, []
     for layer in folder:
         tick(layer.name)
         new[layer.name], cut = _shortened(layer, wish, weights)
         cuts.append(cut)
-    _write(out, folder, new)
-    sizes = folder.path.stat().st_size, (out / WEIGHTS_FILE).stat().st_size
+    _write(place, folder, new)
+    sizes = folder.path.stat().st_size, (place / WEIGHTS_FILE).stat().st_size
     return Truncation(out, cuts, sizes)
 
 
@@ -186,7 +186,18 @@ def _shortened(
     new = layer if kept * len(parts) >= layer.rank else _cut(layer, triples, kept, wish.rslora)
     norm, ranks = abs(layer.scale) * pooled.norm, (layer.rank, new.rank)
     cut = Cut(layer.name, ranks, norm, _error(layer, new))
-    return new, cut if base is None else _with_base(cut, layer, new, base.of(layer))
+    cut = cut if base is None else _with_base(cut, layer, new, base.of(layer))
+    return new, _finite(cut)
+
+
+def _finite(cut: Cut) -> Cut:
+    """Raises HirankError if numbers were too large for the dtype that they are in."""
+    found = (cut.norm, cut.error, cut.step_norm or 0.0, cut.step_error or 0.0)
+    if not all(map(math.isfinite, found)):
+        raise HirankError(
+            f"{cut.name} has numbers too large to be computed with: take an earlier checkpoint."
+        )
+    return cut
 
 
 def _pooled(triples: Sequence[Triples]) -> Spectrum:

@@ -1,5 +1,6 @@
 """An export is loaded as whoever serves it would, before it takes its place."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,16 @@ def verified(
         }
     vocabulary = folder.config.get("vocab_size") or 256
     found = served(base, source, export, probe(int(vocabulary)), trained_on=trained_on)
-    return {
-        "distance": found.distance,
-        "told": "Verified: it loads whole, and its logits are off by "
-        f"{100 * found.distance:.2g} % of what the training changed.",
-    }
+    return {"distance": found.distance, "told": _told(found.distance)}
+
+
+def _told(distance: float) -> str:
+    if not math.isfinite(distance):
+        return "Verified: it loads whole; its logits differ, but the training changed none."
+    return (
+        f"Verified: it loads whole, and its logits are off by {100 * distance:.2g} % of what the "
+        "training changed."
+    )
 
 
 def _is_language_model(base: BaseFolder) -> bool:

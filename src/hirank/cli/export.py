@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,13 +48,14 @@ def lora(
     json_: Annotated[bool, typer.Option("--json", help="Print the errors as JSON.")] = False,
 ) -> None:
     """Write the LoRA nearest to SOURCE, and what it misses."""
+    from hirank.audit.merge_run import as_json
     from hirank.train.quiet import quiet, without_bars
 
     with quiet(console()):
         without_bars()
         found, told_of = _lora(source, rank, out, base, max_error, verify)
     if json_:
-        print(json.dumps(found.as_dict() | {"verified": told_of}, indent=2))
+        print(as_json(found.as_dict() | {"verified": told_of}))
     else:
         print("\n".join([*_lines(found), *([told_of] if told_of else []), f"Written: {out}"]))
 

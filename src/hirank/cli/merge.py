@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,7 +42,10 @@ def merge(
     stochastic: Annotated[
         int | None,
         typer.Option(
-            metavar="SEED", help="Round to bfloat16 up or down by chance, right on average."
+            metavar="SEED",
+            min=0,
+            max=2**32 - 1,
+            help="Round to bfloat16 up or down by chance, right on average; SEED: any number.",
         ),
     ] = None,
     trained_on: Annotated[
@@ -80,13 +82,14 @@ def merge(
         raise HirankError("--check reads the merged folder: give --out instead of --dry-run.")
     if into_original and trained_on is None:
         raise HirankError("--into-original goes with --trained-on: say what was trained on.")
+    from hirank.audit.merge_run import as_json
     from hirank.train.quiet import quiet, without_bars
 
     with quiet(console()):
         without_bars()
         plan_options = (base, dtype, stochastic, trained_on, into_original)
         report = merged(adapter, out, plan_options, check, verify, force)
-    print(json.dumps(report, indent=2) if json_ else as_text(report))
+    print(as_json(report) if json_ else as_text(report))
     if report["fidelity"]["verdict"] == "destroyed" or not report.get("check", {}).get(
         "good", True
     ):
@@ -116,7 +119,7 @@ def merged(
     rounding = Rounding(_dtype(dtype), seed)
     with tempfile.TemporaryDirectory(prefix="hirank-merge-") as place:
         opened = BaseFolder(folder)
-        if "quantization_config" in opened.config:
+        if opened.config.get("quantization_config") is not None:
             opened = dense_copy(folder, Path(place))
         plan = plan_merge(opened, adapter, rounding, trained_on=trained_on)
         if into_original:
