@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from hirank import Apollo, ApolloMini, Fira, GaLoreAdamW, HirankError, QGaLoreAdamW
 from hirank.optim.weights import Int8Weight
 from optim.toys import data, everything, grads, loss, mlp, parameter, run_batches, same, weights
+from recorder import LiveBytes
 
 PRESETS = [GaLoreAdamW, Fira, Apollo, ApolloMini]
 SMALL = {"rank": 4, "gap": 3, "lr": 0.01}
@@ -426,3 +427,18 @@ def test_gradients_never_all_exist_at_once():
     engine = optimizer.step_in_backward()
     model(data()[0]).square().mean().backward()
     assert alive == [1] * 6 and engine.waiting_bytes() == 0
+
+
+def test_a_gradient_that_is_not_projected_is_let_go_with_its_step():
+    """Its norm outlives it, until all norms are summed."""
+    layers = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(6)))
+    optimizer = GaLoreAdamW([{"params": list(layers.parameters()), "rank": None}])
+    engine = optimizer.step_in_backward()
+    x = torch.randn(3, 40)
+    layers(x).square().sum().backward()
+    optimizer.step()
+    with LiveBytes() as live:
+        layers(x).square().sum().backward()
+    assert live.live < layers[0].weight.nbytes
+    optimizer.step()
+    assert engine.grad_norm > 0

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ class StepInBackward:
         self.loss_scale: float | Tensor = 1.0
         self.calls = 0
         self.grad_norm: Tensor | None = None
-        self._norms: list[tuple[Tensor, Tensor]] = []
+        self._norms: list[_Norm] = []
         self._done: set[Tensor] = set()
         self._handles: dict[Tensor, Any] = {}
         self.watch()
@@ -215,7 +215,7 @@ class StepInBackward:
         parts = state.pop(_REDUCED, None), state.pop(_DENSE, None)
         for part in parts:
             if part is not None and factor is None:
-                self._norms.append((_norm(part), part))
+                self._norms.append(_norm(part))
             elif part is not None and factor is not None:
                 sharded.local(part).mul_(factor.to(part.device))
         return parts
@@ -258,7 +258,7 @@ class StepInBackward:
             return None
         states = [self.optimizer.state[p] for p in waiting]
         held: list[Tensor] = [state.get(_REDUCED, state.get(_DENSE)) for state in states]
-        self._norms = [(_norm(part), part) for part in held]
+        self._norms = [_norm(part) for part in held]
         factor: Tensor = (self.clip / (_total(self._norms) + 1e-6)).clamp(max=1.0)
         return factor
 
@@ -273,28 +273,33 @@ class StepInBackward:
         return sum(part.numel() * part.element_size() for part in parts)
 
 
-def _norm(part: Tensor) -> Tensor:
-    """Of what is in this process."""
+class _Norm(NamedTuple):
+    """Of what is in this process, and how the rest is spread; the tensor itself is let go."""
+
+    value: Tensor
+    spread: Any
+
+
+def _norm(part: Tensor) -> _Norm:
     wide = torch.promote_types(part.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(sharded.local(part), dtype=wide)
-    return norm
+    value = torch.linalg.vector_norm(sharded.local(part), dtype=wide)
+    return _Norm(value, sharded.spread(part))
 
 
-def _total(norms: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _total(norms: list[_Norm]) -> Tensor:
     """The norm of all parts, with one sum over processes for those that are sharded alike."""
-    alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-    for norm, part in norms:
-        alike.setdefault(sharded.spread(part), []).append((norm, part))
-    device = norms[0][0].device
-    each = [_norm_of_norms(group).to(device) for group in alike.values()]
+    alike: dict[Any, list[Tensor]] = {}
+    for norm in norms:
+        alike.setdefault(norm.spread, []).append(norm.value)
+    device = norms[0].value.device
+    each = [_norm_of_norms(*group).to(device) for group in alike.items()]
     whole: Tensor = torch.stack(each).norm()
     return whole
 
 
-def _norm_of_norms(group: list[tuple[Tensor, Tensor]]) -> Tensor:
-    part, device = group[0][1], group[0][0].device
-    whole: Tensor = torch.stack([norm.to(device) for norm, _ in group]).norm()
-    return sharded.total(whole.square(), part).sqrt() if sharded.is_sharded(part) else whole
+def _norm_of_norms(spread: Any, norms: list[Tensor]) -> Tensor:
+    whole: Tensor = torch.stack([norm.to(norms[0].device) for norm in norms]).norm()
+    return whole if spread is None else sharded.total_over(whole.square(), spread).sqrt()
 
 
 def _average(part: Tensor, group: dist.ProcessGroup) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from hirank.errors import HirankError
 from hirank.optim.bases import Basis, Layout
 
-__all__ = ["everywhere", "is_sharded", "local", "project", "rows", "spread", "total", "whole"]
+__all__ = ["everywhere", "is_sharded", "local", "project", "rows", "spread", "total"]
+__all__ += ["total_over", "whole"]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -59,12 +60,18 @@ def rows(p: Any) -> slice:
 
 def total(part: Tensor, p: Any) -> Tensor:
     """The sum over the processes that share p's rows."""
-    if not is_sharded(p):
+    return total_over(part, spread(p))
+
+
+def total_over(part: Tensor, spread: Any) -> Tensor:
+    """The same for tensors that are spread so."""
+    if spread is None:
         return part
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    kinds = [Partial() if isinstance(kind, Shard) else kind for kind in p.placements]
-    summed: Tensor = DTensor.from_local(part, p.device_mesh, kinds, run_check=False).full_tensor()
+    mesh, placements = spread
+    kinds = [Partial() if isinstance(kind, Shard) else kind for kind in placements]
+    summed: Tensor = DTensor.from_local(part, mesh, kinds, run_check=False).full_tensor()
     return summed
 
 
