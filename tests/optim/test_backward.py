@@ -431,10 +431,10 @@ def test_gradients_never_all_exist_at_once():
 
 def test_a_gradient_that_is_not_projected_is_let_go_with_its_step():
     """Its norm outlives it, until all norms are summed."""
-    layers = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(6)))
+    layers = nn.Sequential(*(nn.Linear(400, 400, bias=False) for _ in range(6)))
     optimizer = GaLoreAdamW([{"params": list(layers.parameters()), "rank": None}])
     engine = optimizer.step_in_backward()
-    x = torch.randn(3, 40)
+    x = torch.randn(3, 400)
     layers(x).square().sum().backward()
     optimizer.step()
     with LiveBytes() as live:
