@@ -60,6 +60,24 @@ def test_blocks_do_not_change_the_result(pair: tuple[Path, Path], monkeypatch: p
         assert one.spectrum.known.values == pytest.approx(other.spectrum.known.values, rel=1e-9)
 
 
+def test_a_head_that_parted_from_the_embedding_is_held_against_it(tmp_path: Path):
+    base, tuned = (
+        save_tiny_model(tmp_path / name, tie_word_embeddings=name == "base")
+        for name in ("base", "tuned")
+    )
+    shared = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    edit(tuned, lambda t: t.update({"lm_head.weight": shared + 1}))
+    found = compare_models(base, tuned)
+    assert [change.name for change in found.changes] == ["lm_head"]
+    assert found.changes[0].spectrum.norm == pytest.approx(math.sqrt(shared.numel()), rel=1e-6)
+
+
+def test_buffers_that_nothing_trains_are_passed_over(pair: tuple[Path, Path]):
+    for folder in pair:
+        edit(folder, lambda t: t.update({"position_ids": torch.arange(4)}))
+    assert "position_ids" not in compare_models(*pair).unchanged
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -67,8 +85,9 @@ def test_blocks_do_not_change_the_result(pair: tuple[Path, Path], monkeypatch: p
         (lambda t: t.update({f"{TARGET}.weight": torch.zeros(3, 4)}), r"and \[3, 4\] in"),
         (lambda t: t[f"{TARGET}.weight"].fill_(math.nan), "not finite in one of the two models"),
         (lambda t: t.update({f"{TARGET}.weight": t[f"{TARGET}.weight"].char()}), "as torch.int8"),
+        (lambda t: t.update({"more": torch.ones(3)}), "tuned has more, which .*base has not"),
     ],
-    ids=["missing", "shape", "nan", "bits"],
+    ids=["missing", "shape", "nan", "bits", "more"],
 )
 def test_models_that_do_not_match(pair: tuple[Path, Path], change: object, said: str):
     edit(pair[1], change)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from hirank.adapters.base_files import BaseFolder, Entry
+from hirank.adapters.merge_plan import meta_model
 from hirank.audit.increment import BLOCK
 from hirank.audit.partial import Blocks, PartialSpectrum, largest_values
 from hirank.errors import HirankError
@@ -23,6 +25,8 @@ from hirank.errors import HirankError
 __all__ = ["Change", "Finetune", "compare_models"]
 
 RANK = 64
+_BUFFERS = (torch.int64, torch.bool)
+"""Of positions and masks, which nothing trains."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +94,16 @@ def compare_models(
             numbers that are not finite.
     """
     before, after = BaseFolder(base), BaseFolder(tuned)
-    pairs = [(entry, _partner(entry, before, after)) for entry in before.entries.values()]
+    pairs = [
+        (entry, _partner(entry, before, after))
+        for entry in before.entries.values()
+        if entry.dtype not in _BUFFERS
+    ]
+    pairs += _parted(before, after, {partner.key for _, partner in pairs})
     changes, unchanged, others = [], [], []
     for entry, partner in pairs:
-        tick(entry.key)
-        found = _change(entry, _difference(before, entry, after, partner), rank)
+        tick(partner.key)
+        found = _change(partner, _difference(before, entry, after, partner), rank)
         if found.spectrum.energy == 0:
             unchanged.append(found.name)
         elif len(entry.shape) < 2:
@@ -102,6 +111,29 @@ def compare_models(
         else:
             changes.append(found)
     return Finetune(changes, unchanged, others, rank)
+
+
+def _parted(before: BaseFolder, after: BaseFolder, paired: set[str]) -> list[tuple[Entry, Entry]]:
+    """Weights of `after` alone, each with the one that it shared before, as a head that parted."""
+    left = [e for e in after.entries.values() if e.key not in paired and e.dtype not in _BUFFERS]
+    if not left:
+        return []
+    parameters = dict(meta_model(before).named_parameters(remove_duplicate=False))
+    return [(_shared(entry, before, after, parameters), entry) for entry in left]
+
+
+def _shared(
+    entry: Entry, before: BaseFolder, after: BaseFolder, parameters: dict[str, Any]
+) -> Entry:
+    own = parameters.get(entry.key)
+    twins = [name for name, parameter in parameters.items() if parameter is own]
+    found = [key for name in twins if (key := before.key_of(name)) is not None]
+    if not found or before.entries[found[0]].shape != entry.shape:
+        raise HirankError(
+            f"{after.folder} has {entry.key}, which {before.folder} has not: give two models of "
+            "one architecture."
+        )
+    return before.entries[found[0]]
 
 
 def _partner(entry: Entry, before: BaseFolder, after: BaseFolder) -> Entry:

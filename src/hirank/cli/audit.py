@@ -42,10 +42,12 @@ AsSetting = "Rank and alpha: r16a32. :lora, :rslora or :dora behind it overrides
 @told
 def scaling(
     from_: Annotated[str, typer.Option("--from", metavar="SETTING", help=AsSetting)],
-    to: Annotated[str, typer.Option("--to", metavar="SETTING", help="What to change to.")],
+    to: Annotated[str, typer.Option("--to", metavar="SETTING", help="What to change to: r64a64.")],
     optimizer: Annotated[str, typer.Option(help="sgd, adamw and its kind.")] = "adamw",
-    rslora: Annotated[bool, typer.Option("--rslora", help="Scale alpha / sqrt(r).")] = False,
-    dora: Annotated[bool, typer.Option("--dora", help="With trained magnitudes.")] = False,
+    rslora: Annotated[
+        bool, typer.Option("--rslora", help="rsLoRA: scale alpha / sqrt(r).")
+    ] = False,
+    dora: Annotated[bool, typer.Option("--dora", help="DoRA: with trained magnitudes.")] = False,
     lora_plus_ratio: Annotated[
         float, typer.Option(min=0, help="LoRA+ in --to: learning rate of B over that of A.")
     ] = 1.0,

@@ -47,7 +47,7 @@ def lora(
     verify: Annotated[bool, typer.Option(help="Load it and compare its logits.")] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print the errors as JSON.")] = False,
 ) -> None:
-    """Write the LoRA nearest to SOURCE, and what it misses."""
+    """Write the LoRA nearest to SOURCE, for engines that serve no DoRA, and what it misses."""
     from hirank.audit.merge_run import as_json
     from hirank.train.quiet import quiet, without_bars
 

@@ -34,7 +34,8 @@ def merge(
         str | None, typer.Option(help="The base model's folder, if it is not where ADAPTER says.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of all weights: bfloat16, float16 or float32.")
+        str | None,
+        typer.Option(help="Of all weights: bfloat16, float16 or float32; else as the base."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Compute and judge the merge, write nothing.")
@@ -64,18 +65,25 @@ def merge(
     ] = False,
     check: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Score these prompts before and after the merge."),
+        typer.Option(
+            metavar="FILE",
+            help="Rows as hirank train takes them: how likely are their answers before and after?",
+        ),
     ] = None,
     verify: Annotated[
         bool, typer.Option(help="Load the merged folder and compare its logits.")
     ] = True,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Keep the folder though the merge ruins the training."),
+        typer.Option("--force", help="Keep the folder though the verdict is DESTROYED."),
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Fold ADAPTER into its base model; exit code 1 if that would not keep what was trained."""
+    """Fold ADAPTER into its base model: a folder that plain Transformers loads, and a verdict.
+
+    Safe, lossy or destroyed: how much of what was trained the rounding takes. Exit code 1: the
+    merge would not keep what was trained (destroyed, or --check finds that the gain is lost).
+    """
     if (out is None) == (not dry_run):
         raise HirankError("Give either --out FOLDER, or --dry-run to write nothing.")
     if dry_run and check is not None:
