@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,6 +58,7 @@ def adapter(
     json_: Json = False,
 ) -> None:
     """Say what an adapter is worth; `hirank audit ADAPTER` is enough. Writes audit.html, too."""
+    from hirank.audit.merge_run import as_json
     from hirank.audit.summary import audit_adapter
     from hirank.audit.table import adapter_lines
 
@@ -67,7 +67,7 @@ def adapter(
     with _watched() as tick:
         found = audit_adapter(adapter, base, increments=increment, tick=tick)
     if json_:
-        print(json.dumps(found.as_dict(), indent=2))
+        print(as_json(found.as_dict()))
     else:
         _show(adapter_lines(found))
     if out is not None or not json_:
@@ -102,6 +102,7 @@ def gains(adapter: Adapter, base: Base = None, json_: Json = False) -> None:
     """Say how far DoRA's gains are from 1, and which of them low precision swallows."""
     from hirank.adapters.files import AdapterFolder
     from hirank.audit.gains import need_magnitudes
+    from hirank.audit.merge_run import as_json
     from hirank.audit.summary import audit_adapter
     from hirank.audit.table import gain_lines
 
@@ -111,7 +112,7 @@ def gains(adapter: Adapter, base: Base = None, json_: Json = False) -> None:
     if json_:
         from_files = {name: {"magnitudes": span} for name, span in found.magnitudes.items()}
         told = {name: one.as_dict() for name, one in found.gains.items()}
-        print(json.dumps(told or from_files, indent=2))
+        print(as_json(told or from_files))
     else:
         _show(gain_lines(found))
 
@@ -130,13 +131,14 @@ def truncate(
     json_: Json = False,
 ) -> None:
     """Write an adapter of smaller rank, the best there is, and say exactly how far off it is."""
+    from hirank.audit.merge_run import as_json
     from hirank.audit.table import truncation_lines
     from hirank.audit.truncate import truncate as cut
 
     with _watched() as tick:
         done = cut(adapter, out, rank=rank, energy=energy, base=base, tick=tick)
     if json_:
-        print(json.dumps(done.as_dict(), indent=2))
+        print(as_json(done.as_dict()))
     else:
         _show(truncation_lines(done))
 
@@ -150,12 +152,13 @@ def finetune(
 ) -> None:
     """Say what rank a fine-tune of all weights had, and what a LoRA would have missed of it."""
     from hirank.audit.finetune import compare_models
+    from hirank.audit.merge_run import as_json
     from hirank.audit.table import finetune_lines
 
     with _watched() as tick:
         found = compare_models(base, tuned, rank=rank, tick=tick)
     if json_:
-        print(json.dumps(found.as_dict(), indent=2))
+        print(as_json(found.as_dict()))
     else:
         _show(finetune_lines(found))
 
