@@ -79,7 +79,8 @@ def shown(line: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
     return (
         f"\n```text\n{command}\n{as_text(line['metrics'])}\n```\n\n"
-        f"{line['device']['name']}; {versions}; commit {line['commit'][:10]}, {line['date'][:10]}.\n\n"
+        f"{line['device']['name']}; {versions}; commit {line['commit'][:10]}, "
+        f"{line['date'][:10]}.\n\n"
     )
 
 
