@@ -277,6 +277,12 @@ def test_a_base_with_other_names_is_refused(tmp_path: Path):
     refused(tmp_path, r"\(GPT2LMHeadModel\) has no layer model.layers.0.mlp.down_proj")
 
 
+def test_weights_trained_whole_of_another_shape_are_refused(tmp_path: Path):
+    save_pair(tmp_path, llama(), target_modules=["q_proj"], modules_to_save=["lm_head"])
+    llama(vocab_size=70).save_pretrained(tmp_path / "base")
+    refused(tmp_path, r"lm_head.weight is \[70, 32\] in the base and \[61, 32\] in the adapter")
+
+
 def test_a_torn_base_is_refused(tmp_path: Path):
     save_pair(tmp_path, llama(), target_modules=LINEARS)
     path = tmp_path / "base" / "model.safetensors"

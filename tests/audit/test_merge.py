@@ -366,3 +366,10 @@ def test_the_page_shows_the_recorded_merge():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.main(["--check"]) == 0
+
+
+def test_an_adapter_that_was_not_trained_is_told():
+    adapter = AdapterLayer(**vars(layer(1.0)) | {"lora_B": torch.zeros(96, 4)})
+    meter = FidelityMeter()
+    merge_matrix(torch.randn(96, 96).bfloat16(), adapter, torch.bfloat16, watch=meter)
+    assert "changes no weight" in meter.result().advice

@@ -124,6 +124,7 @@ class _Planner:
             self._add_layer(name)
         for name, key in self.adapter.others.items():
             self.replaced[self._key(name)] = key
+            _check_whole(name, self.adapter.tensor(key), self.parameters[name])
         return MergePlan(
             self.base,
             self.adapter,
@@ -271,6 +272,14 @@ def meta_model(base: BaseFolder) -> Any:
         raise HirankError(f"{base.folder / CONFIG} describes no model ({reason}).") from None
     model.tie_weights()
     return model
+
+
+def _check_whole(name: str, new: Tensor, parameter: Tensor) -> None:
+    if new.shape != parameter.shape:
+        raise HirankError(
+            f"{name} is {list(parameter.shape)} in the base and {list(new.shape)} in the adapter: "
+            "is it the base of this adapter?"
+        )
 
 
 def _check_fit(layer: AdapterLayer, module: nn.Module, weight: Tensor) -> None:

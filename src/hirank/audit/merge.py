@@ -87,6 +87,8 @@ class Fidelity:
     @property
     def advice(self) -> str:
         """What to do about it, in one sentence."""
+        if not self.total.change:
+            return "The adapter changes no weight, so the merged model is the base: was it trained?"
         cost = f"{_percent(self.total.distortion)} RMS of what was trained"
         kept = f"Rounding to {self.dtype} costs {cost}"
         if self.verdict == "safe":
