@@ -90,6 +90,12 @@ def plane_backward(base: bool, needs: tuple[bool, bool, bool]):
     return (given, given + 1 if base else None, given + 2, *row, 1.5, *needs)
 
 
+def grouped(groups: int):
+    weight = rows(4 * groups, K, grad=False)
+    factors = rows(2 * groups, groups * K, grad=False), rows(4 * groups, 2, grad=False)
+    return (weight, *factors, 1.5, groups)
+
+
 CASES = {
     "adapted_linear": [linear(d, b, t) for d in (True, False) for b in (True, False)
                        for t in (True, False)] + [linear(True, True, True, ())],
@@ -103,6 +109,7 @@ CASES = {
     "dora_compose_fwd": [compose(True, False, True), compose(False, True, False)],
     "dora_compose_bwd": [compose_backward(True, (True, True, True)),
                          compose_backward(False, (False, True, False))],
+    "grouped_norm": [grouped(2), grouped(3)],
     "plane_compose_fwd": [plane(True), plane(False)],
     "plane_compose_bwd": [plane_backward(True, (True, True, True)),
                           plane_backward(False, (False, True, False))],
