@@ -192,7 +192,7 @@ def _squares(tensor: Tensor) -> float:
 
 def _nonzero(tensor: Tensor) -> int:
     """NumPy counts several times as fast."""
-    return int(np.count_nonzero((tensor != 0).numpy()))
+    return int(np.count_nonzero(tensor.numpy() != 0))
 
 
 def _verdict(distortion: float) -> Verdict:
