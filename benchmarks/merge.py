@@ -123,7 +123,11 @@ def write_random(path: Path, entries: list[Entry], size: float) -> None:
 
 
 def timed(base: Path, adapter: Path, out: Path, threads: int) -> dict[str, Any]:
-    """Wall and processor seconds of the whole command, imports and all; peak memory in bytes."""
+    """Wall and processor seconds of the whole command, imports and all; peak memory in bytes.
+
+    The peak is not below this process's own, which a child inherits: run it again once FOLDER has
+    the model, or it is that of the making.
+    """
     shutil.rmtree(out, ignore_errors=True)
     words = ["merge", str(adapter), "--base", str(base), "--out", str(out), "--no-verify"]
     command = [sys.executable, "-m", "hirank", *words, "--force", "--json"]
