@@ -3,6 +3,8 @@
 import errno
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,28 @@ def test_a_replacement_replaces(tmp_path):
         with atomic_folder(tmp_path / "a", replace=True) as draft:
             (draft / text).touch()
     assert names(tmp_path / "a") == ["new"] and names(tmp_path) == ["a"]
+
+
+def test_two_that_make_one_folder_do_not_meet(tmp_path):
+    """The first to end has it, whole; the other is told and leaves nothing."""
+    with pytest.raises(HirankError, match="was made by somebody else meanwhile"):
+        with atomic_folder(tmp_path / "a") as one:
+            with atomic_folder(tmp_path / "a") as other:
+                (one / "first").touch()
+                (other / "second").touch()
+    assert names(tmp_path / "a") == ["second"] and names(tmp_path) == ["a"]
+
+
+def test_drafts_of_processes_that_died_are_dropped(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    dead, alive = (tmp_path / f".a.{pid}-0123abcd.tmp" for pid in (gone.pid, os.getppid()))
+    dead.mkdir()
+    alive.mkdir()
+    (tmp_path / f".a.b.{gone.pid}-0123abcd.tmp").mkdir()  # of another target
+    with atomic_folder(tmp_path / "a"):
+        pass
+    assert names(tmp_path) == [alive.name, f".a.b.{gone.pid}-0123abcd.tmp", "a"]
 
 
 def test_a_crash_between_the_two_renames_is_undone(tmp_path):

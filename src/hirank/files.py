@@ -5,6 +5,8 @@ Each is written under a temporary name beside its place, flushed to the disk and
 
 import errno
 import os
+import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -59,12 +61,13 @@ def _replace(path: Path, data: bytes) -> None:
 def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder that becomes `target` at the end, or disappears if anything fails.
 
-    With `replace`, a `target` that exists is exchanged for the new one. Raises HirankError if the
-    disk is full or cannot be written; what was there before is then still there.
+    With `replace`, a `target` that exists is exchanged for the new one. Two processes that make one
+    target do not meet: the second to end finds it taken. Raises HirankError if the disk is full or
+    cannot be written; what was there before is then still there.
     """
-    draft = target.with_name(f".{target.name}.tmp")
+    draft = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     with writing(target):
-        shutil.rmtree(draft, ignore_errors=True)
+        _drop_drafts(target)
         try:
             draft.mkdir(parents=True)
             yield draft
@@ -80,6 +83,8 @@ def _put(draft: Path, target: Path, *, replace: bool) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if replace and target.exists():
         target.rename(old)
+    if target.is_dir() and any(target.iterdir()):
+        raise HirankError(f"{target} was made by somebody else meanwhile: choose another folder.")
     draft.rename(target)
     _flush_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
@@ -91,7 +96,26 @@ def recover(target: Path) -> None:
     if old.exists() and not target.exists():
         old.rename(target)
     shutil.rmtree(old, ignore_errors=True)
-    shutil.rmtree(target.with_name(f".{target.name}.tmp"), ignore_errors=True)
+    _drop_drafts(target)
+
+
+def _drop_drafts(target: Path) -> None:
+    """Remove what processes that are no more have left of `target`."""
+    draft = re.compile(rf"\.{re.escape(target.name)}(\.(?P<process>\d+)-[0-9a-f]+)?\.tmp")
+    for path in target.parent.iterdir() if target.parent.is_dir() else ():
+        found = draft.fullmatch(path.name)
+        if found and not (found["process"] and _lives(int(found["process"]))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def _flush(folder: Path) -> None:
