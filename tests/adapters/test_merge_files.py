@@ -50,6 +50,16 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(config)
 
 
+def vit() -> Any:
+    """A convolution among the layers."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        image_size=8, patch_size=4, num_labels=3,
+    )  # fmt: skip
+    return ViTForImageClassification(config)
+
+
 def save_pair(folder: Path, model: Any, dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
     """`folder/base` and `folder/adapter`; the base in a few shards."""
     model = model.to(dtype)
@@ -120,15 +130,8 @@ def test_plain_transformers_computes_what_the_adapter_did(tmp_path: Path, case: 
 
 @pytest.mark.parametrize("dora", [True, False])
 def test_a_model_that_is_no_language_model(tmp_path: Path, dora: bool):
-    """A convolution among the layers."""
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        image_size=8, patch_size=4, num_labels=3,
-    )  # fmt: skip
     targets = ["projection", "query", "dense"]
-    vit = ViTForImageClassification(config)
-    wrapped = save_pair(tmp_path, vit, target_modules=targets, use_dora=dora)
+    wrapped = save_pair(tmp_path, vit(), target_modules=targets, use_dora=dora)
     model = ViTForImageClassification.from_pretrained(merge(tmp_path))
     image = torch.randn(2, 3, 8, 8)
     with torch.no_grad():
@@ -147,19 +150,31 @@ def reference(weight: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
     return gain * adapted, gain.abs() * terms
 
 
+KINDS: dict[str, tuple[Any, list[str]]] = {
+    "linears": (llama, LINEARS),
+    "embedding": (llama, ["embed_tokens"]),
+    "Conv1D": (gpt2, ["c_attn", "c_proj", "c_fc", "wte"]),
+    "convolution": (vit, ["projection", "query", "dense"]),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("dora", [True, False])
-def test_a_weight_is_rounded_once(tmp_path: Path, dtype: torch.dtype, dora: bool):
-    save_pair(tmp_path, llama(), dtype, target_modules=LINEARS, use_dora=dora)
-    merged = load_file(merge(tmp_path) / "model.safetensors")
-    base = BaseFolder(tmp_path / "base")
+@pytest.mark.parametrize("method", ["dora", "lora", "rslora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_is_rounded_once(tmp_path: Path, kind: str, method: str, dtype: torch.dtype):
+    build, targets = KINDS[kind]
+    options = {"use_dora": method == "dora", "use_rslora": method == "rslora"}
+    save_pair(tmp_path, build(), dtype, target_modules=targets, **options)
+    merged, base = BaseFolder(merge(tmp_path)), BaseFolder(tmp_path / "base")
     for layer in AdapterFolder(tmp_path / "adapter"):
-        key = f"{layer.name}.weight"
-        right, terms = reference(base.weight(key), layer)
-        assert merged[key].dtype == dtype
+        before, after = (f.weight(f"{layer.name}.weight") for f in (base, merged))
+        assert after.dtype == dtype
+        if layer.kind == "embedding" or (kind == "Conv1D" and "c_" in layer.name):
+            before, after = before.T, after.T
+        right, terms = reference(before.flatten(1), layer)
         one_rounding = torch.finfo(dtype).eps / 2 * right.abs().clamp(min=torch.finfo(dtype).tiny)
         accumulated = 4 * torch.finfo(torch.float32).eps * terms
-        assert ((merged[key].double() - right).abs() <= one_rounding + accumulated).all()
+        assert ((after.flatten(1).double() - right).abs() <= one_rounding + accumulated).all()
 
 
 def test_untouched_weights_and_other_files_are_copied_to_the_bit(tmp_path: Path):
