@@ -92,7 +92,7 @@ def test_d31_refusals_change_nothing(tmp_path):
     expected, state = model(x), copy.deepcopy(model.state_dict())
     for name, told in (
         ("other base", "another base model"), ("lora", "magnitudes"), ("nan", "NaN"),
-        ("half", "lacks .*lora_B"), ("nowhere", "cannot be read"),
+        ("half", "lacks .*lora_B"), ("nowhere", "is no folder"),
     ):  # fmt: skip
         with pytest.raises(hirank.HirankError, match=told):
             hirank.hotswap_adapter(model, tmp_path / name)

@@ -186,7 +186,7 @@ def test_bad_input_is_one_sentence(tmp_path):
     for given, says in (
         ({}, "neither a model nor an adapter folder"),
         ({"model": "llama"}, "got a str"),
-        ({"adapter_dir": tmp_path}, "cannot be read as JSON"),
+        ({"adapter_dir": tmp_path}, "has no adapter_config.json"),
     ):
         with pytest.raises(HirankError, match=says):
             diagnose(**given)
