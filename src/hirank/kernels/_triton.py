@@ -1,6 +1,7 @@
 """Triton where there is one; where not, names that let a kernel file be imported all the same."""
 
 from collections.abc import Sequence
+from threading import Thread
 from typing import Any
 
 import torch
@@ -66,18 +67,38 @@ def direct(tensor: Tensor) -> bool:
     )
 
 
-_WORKSPACES: dict[tuple[int, int | None], Tensor] = {}
+_WORKSPACES: dict[tuple[int, int | None], list[Tensor]] = {}
 
 
 def _workspace(size: int, alignment: int, stream: int | None) -> Tensor:
     """Kept for each stream: its launches follow each other, and each writes what it reads."""
-    key = torch.cuda.current_device(), stream
-    found = _WORKSPACES.get(key)
-    if found is None or found.numel() < size:
-        if torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
-            return torch.empty(size, dtype=torch.int8, device="cuda")
-        found = _WORKSPACES[key] = torch.empty(size, dtype=torch.int8, device="cuda")
-    return found
+    device = torch.cuda.current_device()
+    kept = _WORKSPACES.setdefault((device, stream), [])
+    if kept and kept[-1].numel() >= size:
+        return kept[-1]
+    if torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+        return torch.empty(size, dtype=torch.int8, device="cuda")
+    kept.append(_outside_pools(max(_LEAST, 2 * size), device))  # launches may still read the last
+    return kept[-1]
+
+
+_LEAST = 1 << 16  # bytes
+
+
+def _outside_pools(size: int, device: int) -> Tensor:
+    """Bytes that stay: a thread may be allocating from the pool of a graph that will be recorded.
+
+    torch.compile's "reduce-overhead" does so when it warms up, and refuses what outlives the pass.
+    """
+    made: list[Tensor] = []
+
+    def make() -> None:
+        made.append(torch.empty(size, dtype=torch.int8, device=f"cuda:{device}"))
+
+    maker = Thread(target=make)
+    maker.start()
+    maker.join()
+    return made[0]
 
 
 def use_workspace() -> None:
