@@ -15,10 +15,14 @@ from hirank.plan.catalogue import CATALOGUE
 from plan.models import config
 
 GIB = 2**30
+ENVIRONMENT = {"COLUMNS": "140", "XDG_CACHE_HOME": "/dev/null"}
+"""Nothing was measured on this machine."""
 
 
 def run(*words: Any) -> Any:
-    return CliRunner().invoke(app, ["plan", *map(str, words)], env={"COLUMNS": "140"})
+    return CliRunner().invoke(
+        app, ["plan", *map(str, words)], env={"COLUMNS": "140", "XDG_CACHE_HOME": "/dev/null"}
+    )
 
 
 def told(*words: Any) -> dict[str, Any]:
@@ -233,7 +237,9 @@ def test_there_is_something_shown():
 
 @pytest.mark.parametrize(("words", "output"), SHOWN, ids=[words for words, _ in SHOWN])
 def test_what_the_page_shows_is_printed(words: str, output: str):
-    done = CliRunner().invoke(app, ["plan", *words.split()], env={"COLUMNS": "100"})
+    done = CliRunner().invoke(
+        app, ["plan", *words.split()], env={"COLUMNS": "100", "XDG_CACHE_HOME": "/dev/null"}
+    )
     assert stripped(done.output) == stripped(output)
 
 

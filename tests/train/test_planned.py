@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hirank.errors import HirankError
+from hirank.plan.calibration import recall
 from hirank.train import planned
 from hirank.train.config import build_config, resolved
 from hirank.train.planned import Planned, check_fits, plan_run, setting_of, told_after
@@ -103,6 +104,63 @@ def test_what_was_planned_is_compared_with_what_was_seen():
     said = "peak memory 8.00 GiB, planned 10.00 GiB (+25 %)"
     assert told_after(plan, 8 * GIB) == said
     assert told_after(None, 8 * GIB) is None and told_after(plan, None) is None
+
+
+def measured_run(monkeypatch: pytest.MonkeyPatch, file: Path) -> str | None:
+    """What is said after a run with the plan of `config()`, on a GPU that is not there."""
+    monkeypatch.setattr(planned, "_memory_of", lambda device: 24 * GIB)
+    monkeypatch.setattr(planned, "_seen", lambda: ("card", 9 * GIB, 10 * GIB))
+    plan = plan_run(config(run={"calibration": str(file)}), architecture(), 50, CPU)
+    return told_after(plan, 8 * GIB)
+
+
+def test_what_a_run_needed_is_written_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    file = tmp_path / "runs.jsonl"
+    said = measured_run(monkeypatch, file)
+    assert said is not None and said.startswith("peak memory 8.00 GiB, planned 0.0")
+    (found,) = recall(file)
+    assert (found.gpu, found.allocated, found.reserved) == ("card", 8 * GIB, 9 * GIB)
+    assert found.process == 10 * GIB and found.capacity == 24 * GIB
+    assert (found.setting["method"], found.setting["sequence"]) == ("dora", 50)
+    assert found.model["kind"] == "llama" and "torch" in found.versions
+
+
+def test_a_run_is_good_if_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    said = measured_run(monkeypatch, tmp_path / "file" / "runs.jsonl")
+    assert said is not None and "not written down, as" in said and "run.calibration" in said
+
+
+def test_one_process_of_several_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(planned, "_alone", lambda: False)
+    file = tmp_path / "runs.jsonl"
+    measured_run(monkeypatch, file)
+    assert not file.exists() and recall(file) == []
+
+
+def test_a_run_on_a_cpu_writes_nothing(tmp_path: Path):
+    file = tmp_path / "runs.jsonl"
+    plan = plan_run(config(run={"calibration": str(file)}), architecture(), 50, CPU)
+    assert told_after(plan, 8 * GIB) is not None and not file.exists()
+
+
+def test_the_log_of_a_run_keeps_what_was_planned_and_no_more():
+    plan = plan_run(config(), architecture(), 50, CPU)
+    assert plan is not None
+    assert set(plan.as_dict()) == {"allocated", "moment", "dominating", "capacity"}
+
+
+def test_the_gpu_is_asked_what_is_taken(monkeypatch: pytest.MonkeyPatch):
+    """1 GiB of the 9 that are not free is in no tensor and in no block of the allocator."""
+    answers = {
+        "mem_get_info": (15 * GIB, 24 * GIB),
+        "memory_reserved": 8 * GIB,
+        "max_memory_reserved": 11 * GIB,
+        "get_device_name": "card",
+    }
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert planned._seen() == ("card", 11 * GIB, 12 * GIB)
 
 
 def test_prepare_plans_before_anything_is_loaded(tmp_path: Path, tiny_model_dir: Path):

@@ -14,8 +14,9 @@ from hirank.cli.common import FOUND, Set, console, told
 from hirank.errors import HirankError
 
 if TYPE_CHECKING:
+    from hirank.plan.calibration import Measured
     from hirank.plan.inventory import Shape
-    from hirank.plan.ledger import Ledger
+    from hirank.plan.ledger import Ledger, Overhead
     from hirank.plan.setting import Setting
 
 __all__ = ["mount", "plan"]
@@ -89,10 +90,22 @@ def plan(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     models: Annotated[bool, typer.Option("--models", help="List the known models.")] = False,
+    calibration: Annotated[
+        bool, typer.Option("--calibration", help="List what runs on this machine needed.")
+    ] = False,
+    calibration_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where that is written down, if not in the user's cache."
+        ),
+    ] = None,
 ) -> None:
     """Say how much memory a run will need. Nothing is loaded. Exit code 1: it does not fit."""
     if models:
         return _list_models()
+    measured = _measured(calibration_file)
+    if calibration:
+        return _show_calibration(measured, json_)
     given = {
         "method": method, "rank": rank, "targets": _targets(targets), "sequence": seq,
         "batch": batch, "accumulation": accum, "checkpointing": checkpointing,
@@ -103,15 +116,16 @@ def plan(
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     setting, shape = _setting(model, given, list(set_ or []))
-    capacity = _capacity(gpu, fit, max_)
+    capacity, overhead = _capacity(gpu, fit, max_), _overhead(measured)
     if max_ is not None:
-        return _show_largest(max_, setting, shape, capacity, json_)
+        return _show_largest(max_, setting, shape, capacity, overhead, json_)
     if compare:
-        return _show_comparison(setting, shape, capacity, json_)
-    ledger = _ledger(setting, shape, engine)
+        return _show_comparison(setting, shape, capacity, overhead, json_)
+    ledger = replace(_ledger(setting, shape, engine), overhead=overhead)
     if fit is not None and capacity is not None:
-        return _show_fit(setting, shape, capacity, json_)
-    _show(setting, shape, ledger, capacity, explain=explain, as_json=json_)
+        return _show_fit(setting, shape, capacity, overhead, json_)
+    here = _off(measured, setting)
+    _show(setting, shape, ledger, capacity, here, explain=explain, as_json=json_)
     if html is not None:
         _write_page(html, setting, shape, ledger, capacity, quietly=json_)
     _leave(ledger, capacity)
@@ -207,6 +221,43 @@ def _ledger(setting: Setting, shape: Shape, engine: str) -> Ledger:
     return trace_of(setting)
 
 
+# What was measured here.
+
+
+def _measured(file: Path | None) -> list[Measured]:
+    from hirank.plan.calibration import calibration_file, recall
+
+    if file is not None and not file.is_file():
+        raise HirankError(f"There is no file {file}; leave out --calibration-file, or mend it.")
+    place = file if file is not None else calibration_file()
+    return [] if place is None else recall(place)
+
+
+def _overhead(measured: list[Measured]) -> Overhead:
+    from hirank.plan.calibration import overhead_of
+    from hirank.plan.ledger import ESTIMATED
+
+    return overhead_of(measured) or ESTIMATED
+
+
+def _off(measured: list[Measured], setting: Setting) -> str | None:
+    from hirank.plan.calibration import off_line
+
+    return off_line(measured, setting.method)
+
+
+def _show_calibration(measured: list[Measured], as_json: bool) -> None:
+    from hirank.plan.table import calibration_lines
+
+    if as_json:
+        return _json([vars(run) for run in measured])
+    if not measured:
+        return print(
+            "Nothing was measured here yet: hirank train writes it down after runs on a GPU."
+        )
+    _print(calibration_lines(measured))
+
+
 # What is shown.
 
 
@@ -215,6 +266,7 @@ def _show(
     shape: Shape,
     ledger: Ledger,
     capacity: int | None,
+    here: str | None,
     *,
     explain: bool,
     as_json: bool,
@@ -226,20 +278,26 @@ def _show(
     if as_json:
         fit = None if capacity is None else fits(ledger, capacity)
         whole = {"model": shape.name, "parameters": shape.parameters, "setting": vars(setting)}
-        return _json({**whole, **ledger.as_dict(), "fits": fit, "advice": said})
+        return _json({**whole, **ledger.as_dict(), "fits": fit, "advice": said, "here": here})
     _print(plan_lines(setting, shape, ledger, capacity, said))
+    _print([] if here is None else [f"{here}."])
     if explain:
         _print(["", *explain_lines(ledger)])
 
 
 def _show_largest(
-    what: str, setting: Setting, shape: Shape, capacity: int | None, as_json: bool
+    what: str,
+    setting: Setting,
+    shape: Shape,
+    capacity: int | None,
+    overhead: Overhead,
+    as_json: bool,
 ) -> None:
     from hirank.plan.fit import largest
     from hirank.plan.sizes import gib
 
     assert capacity is not None
-    found = largest(what, setting, shape, capacity)
+    found = largest(what, setting, shape, capacity, overhead)
     if as_json:
         _json({"max": what, "value": found, "capacity": capacity})
     elif found:
@@ -250,22 +308,26 @@ def _show_largest(
         raise typer.Exit(FOUND)
 
 
-def _show_comparison(setting: Setting, shape: Shape, capacity: int | None, as_json: bool) -> None:
+def _show_comparison(
+    setting: Setting, shape: Shape, capacity: int | None, overhead: Overhead, as_json: bool
+) -> None:
     from hirank.plan.compare import comparison
     from hirank.plan.table import about, compare_lines
 
-    rows = comparison(setting, shape)
+    rows = comparison(setting, shape, overhead)
     if as_json:
         found = [{"method": r.name, "trained": r.trained, **_sizes(r.ledger)} for r in rows]
         return _json({"model": shape.name, "methods": found})
     _print([about(setting, shape), "", *compare_lines(rows, capacity)])
 
 
-def _show_fit(setting: Setting, shape: Shape, capacity: int, as_json: bool) -> None:
+def _show_fit(
+    setting: Setting, shape: Shape, capacity: int, overhead: Overhead, as_json: bool
+) -> None:
     from hirank.plan.fit import fit
     from hirank.plan.table import about, fit_lines
 
-    found = fit(setting, shape, capacity)
+    found = fit(setting, shape, capacity, overhead)
     if as_json:
         steps = [] if found is None else found.steps
         changes = [{**made.values, "cost": made.cost, **_sizes(led)} for made, led in steps]

@@ -20,7 +20,7 @@ from hirank.plan import spread
 from hirank.plan.block import Part, block_extra, block_input, forward_extra, kept_parts
 from hirank.plan.head import eval_part, final_part, head_gradient, loss_parts
 from hirank.plan.inventory import Shape
-from hirank.plan.ledger import PHASES, Ledger, Term, ledger_of
+from hirank.plan.ledger import ESTIMATED, PHASES, Ledger, Overhead, Term, ledger_of
 from hirank.plan.notes import notes_of
 from hirank.plan.setting import Setting
 from hirank.plan.states import (
@@ -35,8 +35,10 @@ from hirank.plan.targets import stream_bytes, trained_bytes
 __all__ = ["closed_form", "timeline"]
 
 
-def closed_form(setting: Setting, shape: Shape) -> Ledger:
+def closed_form(setting: Setting, shape: Shape, overhead: Overhead = ESTIMATED) -> Ledger:
     """The ledger of a setting on a model of this shape.
+
+    `overhead`: what is taken to come on top of tensors.
 
     Raises:
         HirankError: the targets fit no layer, or the attention cannot compute this model.
@@ -52,7 +54,7 @@ def closed_form(setting: Setting, shape: Shape) -> Ledger:
         *_backward(setting, shape),
         *_steps(setting, shape),
     ]
-    return ledger_of(terms, notes_of(setting, shape))
+    return ledger_of(terms, notes_of(setting, shape), overhead)
 
 
 def _term(kind: str, phases: Iterable[str], part: Part, setting: Setting) -> Term:

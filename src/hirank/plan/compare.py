@@ -7,7 +7,7 @@ from typing import Any
 
 from hirank.plan.closed import closed_form
 from hirank.plan.inventory import Shape
-from hirank.plan.ledger import Ledger
+from hirank.plan.ledger import ESTIMATED, Ledger, Overhead
 from hirank.plan.setting import Setting
 from hirank.plan.states import trained_numbers
 
@@ -29,10 +29,14 @@ _NARROW: dict[str, Any] = {"base_dtype": "bf16", "step_in_backward": False}
 _USUAL_RANK = {"galore": 128, "qgalore": 128, "fira": 128, "apollo": 256, "apollo-mini": 1}
 
 
-def comparison(setting: Setting, shape: Shape) -> list[Row]:
+def comparison(setting: Setting, shape: Shape, overhead: Overhead = ESTIMATED) -> list[Row]:
     """The same data, length and batch with each method; adapters keep the rank, and low-rank
     optimisers have their papers' unless the setting is of one."""
-    return [_row(name, made, shape) for name, made in _settings(setting) if _can(made)]
+    made = [(name, one) for name, one in _settings(setting) if _can(one)]
+    return [
+        Row(name, one, closed_form(one, shape, overhead), trained_numbers(one, shape))
+        for name, one in made
+    ]
 
 
 def _settings(s: Setting) -> list[tuple[str, Setting]]:
@@ -53,7 +57,3 @@ def _settings(s: Setting) -> list[tuple[str, Setting]]:
 
 def _can(s: Setting) -> bool:
     return not (s.is_low_rank and s.sharding.startswith("zero"))
-
-
-def _row(name: str, setting: Setting, shape: Shape) -> Row:
-    return Row(name, setting, closed_form(setting, shape), trained_numbers(setting, shape))

@@ -11,7 +11,7 @@ from hirank.errors import HirankError
 from hirank.plan.changes import Made, changes_of
 from hirank.plan.closed import closed_form
 from hirank.plan.inventory import Shape
-from hirank.plan.ledger import Ledger
+from hirank.plan.ledger import ESTIMATED, Ledger, Overhead
 from hirank.plan.setting import Setting
 from hirank.plan.sizes import gib
 
@@ -35,7 +35,9 @@ def fits(ledger: Ledger, capacity: int) -> bool:
     return ledger.process <= capacity
 
 
-def fit(setting: Setting, shape: Shape, capacity: int) -> Fit | None:
+def fit(
+    setting: Setting, shape: Shape, capacity: int, overhead: Overhead = ESTIMATED
+) -> Fit | None:
     """The setting that fits with the lowest sum of prices, None if none does.
 
     A search by price, so the first that fits is the cheapest.
@@ -47,8 +49,8 @@ def fit(setting: Setting, shape: Shape, capacity: int) -> Fit | None:
         if not heap:
             return None
         price, _, found, made = heapq.heappop(heap)
-        if fits(closed_form(found, shape), capacity):
-            return _told(setting, shape, found, made)
+        if fits(closed_form(found, shape, overhead), capacity):
+            return _told(setting, shape, made, overhead)
         for changed, change in changes_of(found):
             if changed not in seen and _possible(changed, shape):
                 seen.add(changed)
@@ -61,12 +63,12 @@ def _possible(setting: Setting, shape: Shape) -> bool:
     return not (shape.softcapped and setting.attention == "sdpa")
 
 
-def _told(setting: Setting, shape: Shape, found: Setting, made: tuple[Made, ...]) -> Fit:
+def _told(setting: Setting, shape: Shape, made: tuple[Made, ...], overhead: Overhead) -> Fit:
     steps, now = [], setting
     for change in made:
         now = replace(now, **change.values)
-        steps.append((change, closed_form(now, shape)))
-    return Fit(found, closed_form(found, shape), tuple(steps))
+        steps.append((change, closed_form(now, shape, overhead)))
+    return Fit(now, closed_form(now, shape, overhead), tuple(steps))
 
 
 # The largest that fits.
@@ -75,7 +77,9 @@ _WHAT = {"seq": "sequence", "sequence": "sequence", "batch": "batch", "rank": "r
 _TOP = 2**24
 
 
-def largest(what: str, setting: Setting, shape: Shape, capacity: int) -> int:
+def largest(
+    what: str, setting: Setting, shape: Shape, capacity: int, overhead: Overhead = ESTIMATED
+) -> int:
     """The largest sequence, batch or rank that fits, all else as it is; 0 if not even 1 does.
 
     Raises:
@@ -89,11 +93,12 @@ def largest(what: str, setting: Setting, shape: Shape, capacity: int) -> int:
     top = _TOP
     if name == "rank":
         top = min(min(matrix.out, matrix.inp) for matrix in shape.linears)
-    return _last(lambda size: _fits_with(setting, shape, capacity, name, size), top)
 
+    def good(size: int) -> bool:
+        made = replace(setting, **{name: size})  # type: ignore[arg-type]
+        return fits(closed_form(made, shape, overhead), capacity)
 
-def _fits_with(setting: Setting, shape: Shape, capacity: int, name: str, size: int) -> bool:
-    return fits(closed_form(replace(setting, **{name: size}), shape), capacity)  # type: ignore[arg-type]
+    return _last(good, top)
 
 
 def _last(good: Callable[[int], bool], top: int) -> int:

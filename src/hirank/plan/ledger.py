@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["CLASSES", "PHASES", "Ledger", "Term", "ledger_of"]
+__all__ = ["CLASSES", "ESTIMATED", "PHASES", "Ledger", "Overhead", "Term", "ledger_of"]
 
 CLASSES = (
     "weights",
@@ -51,6 +51,23 @@ SEGMENT = 1.03
 
 
 @dataclass(frozen=True)
+class Overhead:
+    """What comes on top of tensors."""
+
+    segment: float = SEGMENT
+    """Reserved over allocated."""
+    context: int = LIBRARIES + CONTEXT
+    """Bytes of CUDA and its libraries, which no allocator counts."""
+    runs: int = 0
+    """On this machine, in which it was measured; 0: it is an estimate."""
+    gpu: str = ""
+    """Of these runs."""
+
+
+ESTIMATED = Overhead()
+
+
+@dataclass(frozen=True)
 class Term:
     """One summand: which class, in which phases, how many bytes, and why."""
 
@@ -70,6 +87,8 @@ class Ledger:
     """Where the bytes come from, if the engine can say so."""
     notes: tuple[str, ...] = field(default=())
     """What is assumed, and what cannot be known, with a bound."""
+    overhead: Overhead = ESTIMATED
+    """For `reserved` and `process`; the phases do not depend on it."""
 
     def total(self, phase: str) -> int:
         """Bytes allocated at the peak of a phase; 0 for one that does not happen."""
@@ -94,12 +113,12 @@ class Ledger:
     @property
     def reserved(self) -> int:
         """An estimate of what the caching allocator takes for it."""
-        return round(self.allocated * SEGMENT)
+        return round(self.allocated * self.overhead.segment)
 
     @property
     def process(self) -> int:
         """An estimate of what the GPU lacks for others: reserved, libraries and CUDA context."""
-        return self.reserved + LIBRARIES + CONTEXT
+        return self.reserved + self.overhead.context
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by class at the peak, the classes in their order, without zeros."""
@@ -112,6 +131,7 @@ class Ledger:
             "allocated": self.allocated,
             "reserved": self.reserved,
             "process": self.process,
+            "overhead": vars(self.overhead),
             "moment": self.moment,
             "dominating": self.dominating,
             "phases": {phase: dict(kinds) for phase, kinds in self.phases.items()},
@@ -120,7 +140,9 @@ class Ledger:
         }
 
 
-def ledger_of(terms: Iterable[Term], notes: Iterable[str] = ()) -> Ledger:
+def ledger_of(
+    terms: Iterable[Term], notes: Iterable[str] = (), overhead: Overhead = ESTIMATED
+) -> Ledger:
     """Add up terms, phase by phase."""
     kept = tuple(term for term in terms if term.size)
     phases: dict[str, dict[str, int]] = {}
@@ -129,4 +151,4 @@ def ledger_of(terms: Iterable[Term], notes: Iterable[str] = ()) -> Ledger:
         for term in here:
             found = phases.setdefault(phase, {})
             found[term.kind] = found.get(term.kind, 0) + term.size
-    return Ledger(phases, kept, tuple(notes))
+    return Ledger(phases, kept, tuple(notes), overhead)

@@ -38,7 +38,7 @@ def page_html(
     setting: Setting, shape: Shape, ledger: Ledger, capacity: int | None, advice: str
 ) -> str:
     """The page as text."""
-    rows = comparison(setting, shape)
+    rows = comparison(setting, shape, ledger.overhead)
     charts = [step_chart(timeline(setting, shape), capacity), comparison_chart(rows, capacity)]
     good = capacity is None or fits(ledger, capacity)
     values: dict[str, Any] = {
@@ -58,10 +58,12 @@ def page_html(
 
 def _cards(setting: Setting, shape: Shape, ledger: Ledger) -> list[Card]:
     trained = trained_numbers(setting, shape)
+    runs = ledger.overhead.runs
+    known = f"as in {runs} runs here" if runs else "about"
     return [
         Card("Allocated", gib(ledger.allocated), f"at {ledger.moment}"),
-        Card("Reserved", gib(ledger.reserved), "by PyTorch's allocator, about"),
-        Card("Process", gib(ledger.process), "with CUDA and libraries, about"),
+        Card("Reserved", gib(ledger.reserved), f"by PyTorch's allocator, {known}"),
+        Card("Process", gib(ledger.process), f"with CUDA and libraries, {known}"),
         Card("Trained", count_text(trained), f"of {count_text(shape.parameters)} parameters"),
     ]
 

@@ -17,8 +17,16 @@ from torch import Tensor, nn
 from hirank.errors import HirankError
 from hirank.plan.setting import Setting
 
-__all__ = ["DTYPES", "build", "check_traceable", "depth_of", "optimizer_for"]
-__all__ += ["in_nf4", "states_of", "with_depth"]
+__all__ = [
+    "DTYPES",
+    "build",
+    "check_traceable",
+    "depth_of",
+    "in_nf4",
+    "optimizer_for",
+    "states_of",
+    "with_depth",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

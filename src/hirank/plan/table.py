@@ -9,15 +9,24 @@ from rich.table import Table
 from rich.text import Text
 
 from hirank.page.units import count_text
+from hirank.plan.calibration import ENOUGH, Measured, off_line, overhead_of
 from hirank.plan.compare import Row
 from hirank.plan.fit import Fit, fits
 from hirank.plan.inventory import Shape
-from hirank.plan.ledger import CLASSES, Ledger, Term
+from hirank.plan.ledger import CLASSES, Ledger, Overhead, Term
 from hirank.plan.setting import Setting
 from hirank.plan.sizes import gib
 
-__all__ = ["about", "compare_lines", "explain_lines", "fit_lines", "model_lines"]
-__all__ += ["plan_lines", "verdict"]
+__all__ = [
+    "about",
+    "calibration_lines",
+    "compare_lines",
+    "explain_lines",
+    "fit_lines",
+    "model_lines",
+    "plan_lines",
+    "verdict",
+]
 
 BAR = 28
 
@@ -61,13 +70,21 @@ def plan_lines(
     yield ""
     yield _phases(ledger)
     yield ""
-    yield Text(
-        f"Allocated {gib(ledger.allocated)} · reserved about {gib(ledger.reserved)} · process "
-        f"about {gib(ledger.process)}, with CUDA's context and libraries"
-    )
+    yield Text(_sizes(ledger))
     yield Text(advice, style="bold")
     for note in ledger.notes:
         yield Text(f"Not known: {note}.", style="dim")
+
+
+def _sizes(ledger: Ledger) -> str:
+    known, here = "about ", ""
+    if ledger.overhead.runs:
+        known = ""
+        here = f" (on top of tensors as in {ledger.overhead.runs} runs on {ledger.overhead.gpu})"
+    return (
+        f"Allocated {gib(ledger.allocated)} · reserved {known}{gib(ledger.reserved)} · process "
+        f"{known}{gib(ledger.process)}, with CUDA's context and libraries{here}"
+    )
 
 
 def _classes(ledger: Ledger) -> Table:
@@ -119,6 +136,35 @@ def _terms(terms: Sequence[Term]) -> Iterator[RenderableType]:
 
 
 # Other commands.
+
+
+def calibration_lines(found: Sequence[Measured]) -> Iterator[RenderableType]:
+    """What --calibration prints: a line a run, and what they come to."""
+    table = _table("Date", "GPU", "Model", "Method", "Tokens", "Planned", "Measured", "Off")
+    for run in found:
+        table.add_row(*_run_cells(run))
+    yield table
+    for method in dict.fromkeys(str(run.setting.get("method")) for run in found):
+        yield Text(f"{off_line(found, method)}.")
+    yield Text(_on_top(overhead_of(found)))
+
+
+def _on_top(known: Overhead | None) -> str:
+    if known is None:
+        return f"Plans estimate what comes on top of tensors until {ENOUGH} runs have measured it."
+    return (
+        f"On top of tensors, as plans have it now: {100 * known.segment - 100:.1f} % in the "
+        f"allocator and {known.context / 2**20:,.0f} MiB of CUDA ({known.gpu})."
+    )
+
+
+def _run_cells(run: Measured) -> Iterable[Text]:
+    kind, count = run.model.get("kind", "?"), run.model.get("parameters", 0)
+    said = run.setting
+    tokens = f"{said.get('batch', '?')} x {said.get('sequence', '?')}"
+    sizes = (gib(run.planned), gib(run.allocated), f"{100 * run.off:+.1f} %")
+    model = f"{kind} {count_text(count)}"
+    return map(Text, (run.date, run.gpu, model, str(said.get("method")), tokens, *sizes))
 
 
 def fit_lines(found: Fit | None, capacity: int) -> Iterator[RenderableType]:

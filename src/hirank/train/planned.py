@@ -1,19 +1,24 @@
 """What a run will need, as `hirank plan` sees it; one line before it, one after it.
 
 On a GPU a run whose tensors alone exceed the memory is refused before its weights are loaded. On a
-CPU the numbers are told, as memory there is shared and can be paged.
+CPU the numbers are told, as memory there is shared and can be paged. After a run on a GPU, what it
+needed is written down for later plans, see plan/calibration.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hirank.errors import HirankError
+from hirank.plan.calibration import Measured, calibration_file, facts_of, remember
 from hirank.plan.closed import closed_form
 from hirank.plan.inventory import KNOWN, read_shape
 from hirank.plan.setting import Setting
 from hirank.plan.sizes import gib
+from hirank.train.run import PACKAGES, versions
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +41,11 @@ class Planned:
     dominating: str
     capacity: int | None
     """Bytes of the GPU; None on a CPU."""
+    model: dict[str, Any] = field(default_factory=dict)
+    setting: dict[str, Any] = field(default_factory=dict)
+    """What memory depends on, without names."""
+    calibration: Path | None = None
+    """The file of what runs needed; None: it is not written down."""
 
     @property
     def line(self) -> str:
@@ -49,7 +59,12 @@ class Planned:
 
     def as_dict(self) -> dict[str, Any]:
         """For the log."""
-        return asdict(self)
+        return {
+            "allocated": self.allocated,
+            "moment": self.moment,
+            "dominating": self.dominating,
+            "capacity": self.capacity,
+        }
 
 
 def plan_run(
@@ -69,10 +84,18 @@ def plan_run(
         return None
     try:
         shape = read_shape(settings, config.model.name)
-        ledger = closed_form(setting_of(config, longest, gpu=device.type == "cuda"), shape)
+        setting = setting_of(config, longest, gpu=device.type == "cuda")
+        ledger = closed_form(setting, shape)
     except HirankError:  # what a plan cannot see is no reason to refuse a run
         return None
-    return Planned(ledger.allocated, ledger.moment, ledger.dominating, _memory_of(device))
+    return Planned(
+        ledger.allocated,
+        ledger.moment,
+        ledger.dominating,
+        _memory_of(device),
+        *facts_of(setting, shape),
+        config.run.calibration or calibration_file(),
+    )
 
 
 def _memory_of(device: torch.device) -> int | None:
@@ -95,12 +118,60 @@ def check_fits(planned: Planned | None, config: TrainConfig) -> None:
         )
 
 
+# After the run.
+
+
 def told_after(planned: Planned | None, measured: int | None) -> str | None:
-    """One line after the run: what was planned and what was seen."""
+    """One line after the run, what was planned and what was seen; and that is written down.
+
+    Where it cannot be written, the line says so: the run is over and good.
+    """
     if planned is None or measured is None:
         return None
     off = 100 * (planned.allocated / measured - 1)
-    return f"peak memory {gib(measured)}, planned {gib(planned.allocated)} ({off:+.0f} %)"
+    said = f"peak memory {gib(measured)}, planned {gib(planned.allocated)} ({off:+.0f} %)"
+    try:
+        _write_down(planned, measured)
+    except HirankError as error:
+        return f"{said}; not written down, as {error}"
+    return said
+
+
+def _write_down(planned: Planned, measured: int) -> None:
+    if planned.calibration is None or planned.capacity is None or not _alone():
+        return
+    gpu, reserved, process = _seen()
+    new = Measured(
+        date=datetime.now(UTC).date().isoformat(),
+        gpu=gpu,
+        capacity=planned.capacity,
+        model=planned.model,
+        setting=planned.setting,
+        versions={name: found for name, found in versions("").items() if name in PACKAGES},
+        planned=planned.allocated,
+        allocated=measured,
+        reserved=reserved,
+        process=process,
+    )
+    remember(planned.calibration, new)
+
+
+def _alone() -> bool:
+    """Whether this process is the whole run: a plan here is of one GPU."""
+    from torch import distributed
+
+    up = distributed.is_available() and distributed.is_initialized()
+    return not up or distributed.get_world_size() == 1
+
+
+def _seen() -> tuple[str, int, int]:
+    """The GPU's name, the allocator's peak, and that with what else is taken on the GPU now."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.max_memory_reserved()
+    others = total - free - torch.cuda.memory_reserved()
+    return torch.cuda.get_device_name(), reserved, reserved + others
 
 
 # The setting.

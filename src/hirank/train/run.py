@@ -67,7 +67,11 @@ class RunConfig(Strict):
     """check: say how much memory is planned for, and refuse a run whose tensors alone exceed the
     GPU. say: never refuse. none: no plan."""
 
-    @field_validator("dir", "parent")
+    calibration: Path | None = None
+    """The file in which a run on a GPU notes what it was planned to need and what it needed, for
+    hirank plan. Default: hirank/plan-calibration.jsonl in the user's cache folder."""
+
+    @field_validator("dir", "parent", "calibration")
     @classmethod
     def _is_a_name(cls, folder: Path | None) -> Path | None:
         if folder is None:
