@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from hirank.bench import arms as arms_
-from hirank.bench import gate, model, session, tables
+from hirank.bench import gate, inference, model, session, tables
 from hirank.bench.options import BAD_INPUT, DISAGREES, main
+from hirank.bench.settings import Decode
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--cpu", "--repeats", "1", "--warmup", "1"]
@@ -232,3 +233,23 @@ def test_a_text_is_filled_from_the_newest_run(tmp_path: Path):
 def test_settings_that_vary_are_columns(tmp_path: Path):
     found = [record("base", "2026-01-01", rank, 1.0) for rank in (4, 8)]
     assert rows(tables.table(found))[0][:2] == ["rank", "arm"]
+
+
+def test_a_graph_writes_the_tokens_that_a_static_cache_does(monkeypatch, tiny_model_dir: Path):
+    monkeypatch.setattr(inference, "_captured", lambda call: [call(), call()] and call)  # no GPU
+    base = arms_.load_base(str(tiny_model_dir), torch.device("cpu"))
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    written = {}
+    for cache in ("dynamic", "static", "graph"):
+        with torch.inference_mode():
+            write, token = inference._writer(base, ids, Decode(prompt=3, new=4, cache=cache))
+            written[cache] = [(write().clone(), token.clone()) for _ in range(4)]
+    for other in ("static", "graph"):
+        for (a, one), (b, two) in zip(written["dynamic"], written[other], strict=True):
+            assert torch.equal(one, two)
+            torch.testing.assert_close(a, b)
+
+
+def test_a_graph_wants_a_gpu(tiny_model_dir: Path):
+    code, said = bench("decode", *SMALL, "--cache", "graph", "--model", str(tiny_model_dir))
+    assert (code, said.count("needs a GPU")) == (BAD_INPUT, 1)

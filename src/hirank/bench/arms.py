@@ -55,11 +55,11 @@ def base_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Mixed precision as in training: bf16 on a GPU, none on a CPU."""
+def autocast(device: torch.device, cached: bool = True) -> AbstractContextManager[Any]:
+    """Mixed precision as in training: bf16 on a GPU, none on a CPU. `cached`: keep casts."""
     if device.type != "cuda":
         return nullcontext()
-    return torch.autocast("cuda", torch.bfloat16)
+    return torch.autocast("cuda", torch.bfloat16, cache_enabled=cached)
 
 
 def load_base(name: str, device: torch.device) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["checkpoint_blocks", "kept_keys_and_values", "static_cache"]
+__all__ = ["checkpoint_blocks", "kept_keys_and_values", "rewind", "static_cache"]
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -32,3 +32,10 @@ def static_cache(model: nn.Module, length: int) -> dict[str, Any]:
     base: Any = getattr(model, "get_base_model", lambda: model)()
     name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
     return {name: StaticCache(config=base.config, max_cache_len=length)}
+
+
+def rewind(kept: dict[str, Any], length: int) -> None:
+    """Let a static cache go on after its first `length` tokens; what came later is written over."""
+    (cache,) = kept.values()
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(length)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hirank.bench import arms as arms_
-from hirank.bench.compat import kept_keys_and_values, static_cache
+from hirank.bench.compat import kept_keys_and_values, rewind, static_cache
 from hirank.bench.gate import with_judges
 from hirank.bench.profiling import profiled
 from hirank.bench.session import Result, Session, results
@@ -23,6 +23,7 @@ __all__ = ["ARMS", "run_decode", "run_prefill"]
 ARMS = arms_.ARMS
 _GATE_TOKENS = 256
 _GATE_WRITTEN = 8  # tokens written one by one, as the clock will see them
+_WARM = 2  # tokens before a graph is recorded
 
 
 def run_prefill(settings: Prefill, session: Session) -> list[Result]:
@@ -43,32 +44,71 @@ def run_prefill(settings: Prefill, session: Session) -> list[Result]:
 
 def run_decode(settings: Decode, session: Session) -> list[Result]:
     """Greedy tokens, one after the other, from a prompt that was read before."""
-    if settings.cache not in ("dynamic", "static"):
-        raise HirankError(f"--cache got {settings.cache!r}: give dynamic or static.")
-    static = settings.cache == "static"
-
-    def begin(model: nn.Module, ids: Tensor) -> tuple[Any, dict[str, Any]]:
-        room = static_cache(model, settings.prompt + settings.new) if static else {}
-        out = model(input_ids=ids, logits_to_keep=1, use_cache=True, **room)
-        return out, room or kept_keys_and_values(out)
+    _check_cache(settings, session.device)
 
     def step(model: nn.Module, ids: Tensor) -> float:
-        out, kept = begin(model, ids)
-        state = {"token": out.logits[:, -1:].argmax(-1)}
-
-        def write() -> None:
-            out = model(input_ids=state["token"], **kept, use_cache=True)
-            state["token"] = out.logits[:, -1:].argmax(-1)
-
+        write, _ = _writer(model, ids, settings)
         return calls(write, settings.new, session.device) * settings.new
 
     def probe(model: nn.Module, ids: Tensor) -> Tensor:
-        _, kept = begin(model, ids)
-        forced = ids[:, : min(_GATE_WRITTEN, settings.new)]  # the same in every arm
-        columns = [forced[:, [i]] for i in range(forced.shape[1])]
-        return torch.cat([model(input_ids=one, **kept, use_cache=True).logits for one in columns])
+        write, token = _writer(model, ids, settings)
+        found = []
+        for column in range(min(_GATE_WRITTEN, settings.new)):
+            token.copy_(ids[:, column : column + 1])  # the same in every arm
+            found.append(write().clone())
+        return torch.cat(found)
 
     return _run(settings, session, settings.prompt, settings.new, step, probe)
+
+
+def _check_cache(settings: Decode, device: torch.device) -> None:
+    if settings.cache not in ("dynamic", "static", "graph"):
+        raise HirankError(f"--cache got {settings.cache!r}: give dynamic, static or graph.")
+    if settings.cache == "graph" and device.type != "cuda":
+        raise HirankError("--cache graph needs a GPU: on a CPU give dynamic or static.")
+
+
+def _writer(model: nn.Module, ids: Tensor, settings: Decode) -> tuple[Callable[[], Tensor], Tensor]:
+    """A call that writes one more token, and the token [batch, 1] that it reads and replaces.
+
+    The call returns logits [batch, 1, vocabulary]; those of a graph are overwritten by the next.
+    """
+    fixed = settings.cache != "dynamic"
+    room = static_cache(model, settings.prompt + settings.new + _WARM) if fixed else {}
+    out = model(input_ids=ids, logits_to_keep=1, use_cache=True, **room)
+    kept, token = room or kept_keys_and_values(out), out.logits[:, -1:].argmax(-1)
+
+    def write() -> Tensor:
+        logits: Tensor = model(input_ids=token, **kept, use_cache=True).logits
+        token.copy_(logits[:, -1:].argmax(-1))
+        return logits
+
+    if settings.cache != "graph":
+        return write, token
+    first = token.clone()
+    replay = _captured(write)
+    rewind(kept, settings.prompt)
+    token.copy_(first)
+    return replay, token
+
+
+def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """`call` from a CUDA graph, after two runs of its own on a side stream."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
 
 
 def _run(
@@ -82,7 +122,8 @@ def _run(
     base, names = session.base(settings.model), session.chosen(ARMS)
     ids = _prompt(base, settings.batch, prompt, session.device)
     models = arms_.build(base, with_judges(names), rank=settings.rank)
-    precision = _precision(models, settings.half, session.device)
+    cached = getattr(settings, "cache", "") != "graph"  # casts are part of a graph
+    precision = _precision(models, settings.half, session.device, cached)
 
     def probe(model: nn.Module) -> Tensor:
         with torch.inference_mode(), precision():
@@ -108,11 +149,11 @@ def _prompt(base: Any, batch: int, length: int, device: torch.device) -> Tensor:
 
 
 def _precision(
-    models: dict[str, nn.Module], half: bool, device: torch.device
+    models: dict[str, nn.Module], half: bool, device: torch.device, cached: bool
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Autocast over fp32 adapters, or adapters in bf16 and no autocast. The magnitude stays."""
     if not half or device.type != "cuda":
-        return lambda: arms_.autocast(device)
+        return lambda: arms_.autocast(device, cached=cached)
     for model in models.values():
         for name, parameter in arms_.trainable(model).items():
             if arms_.MAGNITUDE not in name:

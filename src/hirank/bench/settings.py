@@ -85,7 +85,11 @@ class Decode:
     new: int = _setting(32, "tokens that are written")
     batch: int = _setting(1, "sequences at a time")
     half: bool = _setting(False, "GPU: adapters in bf16 instead of fp32 under autocast")
-    cache: str = _setting("dynamic", "keys and values: dynamic, or static (of a fixed length)")
+    cache: str = _setting(
+        "dynamic",
+        "keys and values: dynamic, static (of a fixed length), or graph (static, each token from a "
+        "CUDA graph)",
+    )
 
 
 @dataclass(frozen=True)
