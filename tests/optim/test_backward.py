@@ -1,5 +1,8 @@
 """Stepping in backward equals stepping after it, however a step is cut into micro-batches."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -442,3 +445,19 @@ def test_a_gradient_that_is_not_projected_is_let_go_with_its_step():
     assert live.live < layers[0].weight.nbytes
     optimizer.step()
     assert engine.grad_norm > 0
+
+
+@pytest.mark.parametrize("cls", [GaLoreAdamW, QGaLoreAdamW])
+def test_a_model_and_its_state_are_let_go_with_their_optimizer(cls: type):
+    """A hook that held the optimiser would keep both for ever: no collector sees that cycle."""
+    model = mlp()
+    optimizer = cls(model, rank=4)
+    optimizer.step_in_backward()
+    loss(model, *data(4)).backward()
+    optimizer.step()
+    kept = [weakref.ref(p) for p in model.parameters()]
+    entries = (state.values() for state in optimizer.state.values())
+    kept += [weakref.ref(v) for entry in entries for v in entry if isinstance(v, Tensor)]
+    del model, optimizer, entries
+    gc.collect()
+    assert [one() for one in kept] == [None] * len(kept)

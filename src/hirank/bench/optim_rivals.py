@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from typing import Any
 
 import torch
@@ -58,8 +59,9 @@ class PerLayer:
     def __init__(self, made: dict[Tensor, torch.optim.Optimizer]) -> None:
         self.made = made
         parameters: list[Any] = list(made)
+        step = weakref.WeakMethod(self._step)  # a hook that keeps us would keep the model, too
         for p in parameters:
-            p.register_post_accumulate_grad_hook(self._step)
+            p.register_post_accumulate_grad_hook(lambda p: call(p) if (call := step()) else None)
 
     def _step(self, p: Tensor) -> None:
         self.made[p].step()

@@ -33,7 +33,8 @@ Parameters must get their gradients in the same order in every process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ class StepInBackward:
         """Take the gradients of parameters that are new in the optimiser, or no longer frozen."""
         for p in self._params:
             if p.requires_grad and p not in self._handles:
-                self._handles[p] = p.register_post_accumulate_grad_hook(self._hook)
+                self._handles[p] = p.register_post_accumulate_grad_hook(_weak_hook(self))
 
     @property
     def _params(self) -> list[Any]:
@@ -271,6 +272,19 @@ class StepInBackward:
             if key in state
         )
         return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _weak_hook(engine: StepInBackward) -> Callable[[Any], None]:
+    """A hook that does not keep its engine: a parameter holds its hooks where Python's collector
+    does not look, and the engine holds the parameters, so none of them would ever be let go."""
+    held = weakref.ref(engine)
+
+    def hook(p: Tensor) -> None:
+        engine = held()
+        if engine is not None:
+            engine._hook(p)
+
+    return hook
 
 
 class _Norm(NamedTuple):
