@@ -84,5 +84,5 @@ def test_kept_norms_are_counted(models):
     probe(models["hirank-dora"])
     weights = arms_.trainable(models["hirank-dora"]).items()
     magnitudes = [weight for name, weight in weights if arms_.MAGNITUDE in name]
-    assert cache_bytes(models["hirank-dora"]) >= size(magnitudes)
+    assert size(magnitudes) <= cache_bytes(models["hirank-dora"]) < 4 * size(magnitudes)
     assert cache_bytes(models["peft-dora"]) == 0

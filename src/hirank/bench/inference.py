@@ -104,7 +104,7 @@ def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     with torch.cuda.graph(graph):
         out = call()
 
-    def replay() -> Tensor:
+    def replay(owner: object = call) -> Tensor:  # what the graph reads must not be freed
         graph.replay()
         return out
 

@@ -51,11 +51,16 @@ def saved_bytes(forward: Callable[[], Tensor], owned: Iterable[Tensor]) -> int:
 
 
 def cache_bytes(model: nn.Module) -> int:
-    """Bytes of the norms that hirank's layers keep beside the model."""
+    """Bytes of the norms that hirank's layers keep beside the model.
+
+    They also remember whose norms these are; the weights themselves do not count.
+    """
+    owned = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     return size(
         tensor
         for module in model.modules()
         for tensor in _tensors_in(getattr(module, "_hirank_norms", None))
+        if tensor.untyped_storage().data_ptr() not in owned
     )
 
 
