@@ -1,6 +1,8 @@
 """Triton where there is one; where not, names that let a kernel file be imported all the same."""
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from threading import Thread
 from typing import Any
 
@@ -29,6 +31,7 @@ __all__ = [
     "dot_type",
     "interpreting",
     "jit",
+    "outside_pools",
     "tl",
     "tl_type",
     "triton",
@@ -78,22 +81,24 @@ def _workspace(size: int, alignment: int, stream: int | None) -> Tensor:
         return kept[-1]
     if torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
         return torch.empty(size, dtype=torch.int8, device="cuda")
-    kept.append(_outside_pools(max(_LEAST, 2 * size), device))  # launches may still read the last
+    kept.append(outside_pools(max(_LEAST, 2 * size), device))  # launches may still read the last
     return kept[-1]
 
 
 _LEAST = 1 << 16  # bytes
 
 
-def _outside_pools(size: int, device: int) -> Tensor:
+def outside_pools(size: int, device: int) -> Tensor:
     """Bytes that stay: a thread may be allocating from the pool of a graph that will be recorded.
 
     torch.compile's "reduce-overhead" does so when it warms up, and refuses what outlives the pass.
     """
     made: list[Tensor] = []
+    stream = torch.cuda.current_stream(device)  # which may still read what PyTorch hands out
 
     def make() -> None:
-        made.append(torch.empty(size, dtype=torch.int8, device=f"cuda:{device}"))
+        with torch.cuda.stream(stream):
+            made.append(torch.empty(size, dtype=torch.int8, device=f"cuda:{device}"))
 
     maker = Thread(target=make)
     maker.start()
@@ -137,25 +142,27 @@ class Launcher:
         first = tensors[0]
         if not first.is_cuda:
             self._kernel[grid](*tensors, *numbers, *constants, **options)
-        elif first.get_device() != torch.cuda.current_device():
-            with torch.cuda.device(first.device):
-                self._launch(grid, tensors, numbers, constants, options)
-        else:
-            self._launch(grid, tensors, numbers, constants, options)
+            return
+        device = first.get_device()
+        if device == torch._C._cuda_getDevice():
+            self._launch(device, grid, tensors, numbers, constants, options)
+            return
+        with torch.cuda.device(device):
+            self._launch(device, grid, tensors, numbers, constants, options)
 
     def _launch(
         self,
+        device: int,
         grid: tuple[int, int, int],
         tensors: Sequence[Tensor],
         numbers: tuple[float, ...],
         constants: tuple[Any, ...],
         options: dict[str, int],
     ) -> None:
-        pointers = [t.data_ptr() for t in tensors]
-        device = tensors[0].get_device()
+        pointers = tuple(map(_address_of, tensors))
+        skew = _EVEN if not reduce(or_, pointers) & 15 else tuple(p & 15 for p in pointers)
         look = (
-            device, numbers, constants, *options.values(),
-            *[t.dtype for t in tensors], *[p & 15 for p in pointers],
+            device, numbers, constants, skew, *options.values(), *map(_dtype_of, tensors)
         )  # fmt: skip
         compiled = self._compiled.get(look)
         if compiled is None:
@@ -166,11 +173,16 @@ class Launcher:
         if _listened_to():
             compiled[grid](*pointers, *numbers, *constants)
             return
-        stream = torch._C._cuda_getCurrentRawStream(device)
         compiled.run(  # what compiled[grid] comes to when nobody listens
-            *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *pointers, *numbers, *constants,
+            *grid, torch._C._cuda_getCurrentRawStream(device), compiled.function,
+            compiled.packed_metadata, None, None, None, *pointers, *numbers, *constants,
         )  # fmt: skip
+
+
+# by C alone: these two are asked of every tensor of every launch
+_address_of = torch._C.TensorBase.data_ptr
+_dtype_of = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
+_EVEN = ()  # all pointers on whole 16 bytes
 
 
 def _listened_to() -> bool:

@@ -27,7 +27,7 @@ Saves      x and h, as LoRA does, and (for dm) the output y; the weights by refe
 Paper      DoRA, arXiv 2402.09353, eq. 5; section 4.3: the norm is a constant for autograd.
 """
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hirank.kernels._backend import REFERENCE, GainPass, gain_pass_for
-from hirank.kernels._operands import operands
+from hirank.kernels._low_rank import back_of, hidden_of, low_rank, moved
 from hirank.kernels._products import product
 from hirank.kernels.dora_decode import decodes, dora_decode
 from hirank.kernels.dora_norm import dora_gain
@@ -70,9 +70,8 @@ def dora_linear_fwd_ref(
     gain_pass: GainPass = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """y [..., N] and h = s x A^T [M, R]. Without magnitude: plain LoRA."""
-    A, B = operands(lora_A, lora_B, x.dtype)
     rows = _rows(x)
-    h, B = low_rank(rows, A, B, scale)
+    h, B = hidden_of(rows, lora_A, lora_B, scale)
     tile = gain_pass.tile(rows, weight, B, by_column=True)
     if tile is not None:
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
@@ -82,25 +81,6 @@ def dora_linear_fwd_ref(
         )  # fmt: skip
         return y, h
     return join_(F.linear(x, weight, bias), h, B, magnitude, norm, bias, gain_pass), h
-
-
-def low_rank(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """h [M, R] and B with h B^T = s x A^T B^T, where h does not overflow for s alone.
-
-    A power of two moves from one to the other without a rounding.
-    """
-    moved = _moved(x.dtype, scale)
-    h = _scaled_product(x, A.t(), scale / moved)
-    return h, B if moved == 1 else B * moved
-
-
-def _moved(dtype: torch.dtype, scale: float) -> float:
-    if dtype != torch.float16 or not abs(scale) > _ORDINARY:
-        return 1.0
-    return 2.0 ** math.ceil(math.log2(abs(scale)))
-
-
-_ORDINARY = 8  # up to here s takes 3 of the 15 bits above 1, and the multiplication of B is saved
 
 
 def join_(
@@ -128,12 +108,6 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """scale * a @ b, scaled inside the GEMM and rounded once."""
-    out = a.new_empty(a.shape[0], b.shape[1])
-    return out.addmm_(a, b, beta=0, alpha=scale)
-
-
 def dora_linear_bwd_ref(
     dy: Tensor,
     x: Tensor,
@@ -156,22 +130,23 @@ def dora_linear_bwd_ref(
     """
     need_x, need_A, need_B, need_m, need_b = needs
     t, dm = dy, None
-    A, B = operands(lora_A, lora_B, x.dtype)
-    moved = _moved(x.dtype, scale)
-    if moved != 1:
-        A, B, scale = A * moved, B * moved, scale / moved / moved  # so h B^T and tB A stay
+    power = moved(x.dtype, scale)
+    if power != 1:  # A and B so that h B^T and tB A stay
+        A, B, scale = lora_A.to(x.dtype) * power, lora_B.to(x.dtype) * power, scale / power / power
+    else:
+        A, B = lora_A, lora_B
     if magnitude is not None and norm is not None:
         t, dm = gain_pass.backward(dy, y, magnitude, norm, bias, x, h, weight, B, need_m)
     dx = dA = None
     if need_x or need_A:
-        tB = _scaled_product(t, B, scale)  # [M, R]
+        tB, A = back_of(t, A, B, scale)  # [M, R]
         if need_x:
             dx = _input_gradient(t, weight, tB, A, gain_pass)
         if need_A:
             dA = product(tB.t(), x, lora_A.dtype)
     dB = product(t.t(), h, lora_B.dtype) if need_B else None
-    if moved != 1:
-        dA, dB = (None if grad is None else grad.mul_(moved) for grad in (dA, dB))
+    if power != 1:
+        dA, dB = (None if grad is None else grad.mul_(power) for grad in (dA, dB))
     db = dy.sum(0) if need_b and bias is not None else None
     return DoraLinearGrads(dx, dA, dB, dm if need_m else None, db)
 
@@ -217,7 +192,10 @@ class Weights(NamedTuple):
     def versions(self) -> list[int]:
         """Of what code may change in place; the norm has none that counts."""
         watched = self[:5]
-        return [0 if t is None or t.is_inference() else t._version for t in watched]
+        try:
+            return [0 if t is None else t._version for t in watched]
+        except RuntimeError:  # inference tensors have none
+            return [0 if t is None or t.is_inference() else t._version for t in watched]
 
 
 def activations(ctx: Any) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -282,6 +260,10 @@ class _DoraLinear(torch.autograd.Function):
         return None if dx is None else dx.view(x.shape), *grads, None, None, None, None
 
 
+# without the look for functorch's wrappers that PyTorch takes at every argument of every call
+_apply: Any = super(torch.autograd.Function, _DoraLinear).apply
+
+
 def differentiable_grads(
     weights: Weights, needs: Sequence[bool], scale: float, x: Tensor, dy: Tensor
 ) -> list[Tensor | None]:
@@ -322,13 +304,19 @@ def fitted(x: Tensor, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> tuple[T
 
 def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """What a linear layer would compute in: autocast's dtype if it is on, else the weight's."""
-    if x.dtype != torch.float64 and _autocast(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    kind = x.device.type
+    if _autocast(kind) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
     return weight.dtype
 
 
+@functools.cache
+def _knows_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
 def _autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return _knows_autocast(kind) and torch.is_autocast_enabled(kind)
 
 
 def dora_linear(
@@ -388,14 +376,15 @@ def owned_linear(
     """`dora_linear` without its checks: x and weight are in the compute dtype, shapes fit."""
     if bias is not None and bias.dtype != weight.dtype:
         bias = bias.to(weight.dtype)
+    if torch.is_grad_enabled():
+        gain_pass = gain_pass_for(backend, x, weight.shape[0])
+        wrapped = torch._C._are_functorch_transforms_active()
+        apply: Any = _DoraLinear.apply if wrapped else _apply
+        y: Tensor = apply(x, lora_A, lora_B, magnitude, bias, weight, norm, scale, gain_pass)
+        return y
+    if backend != "torch" and decodes(x, weight, lora_A, lora_B):
+        return dora_decode(x, weight, lora_A, lora_B, magnitude, norm, bias, scale)
     gain_pass = gain_pass_for(backend, x, weight.shape[0])
-    if not torch.is_grad_enabled():
-        if backend != "torch" and decodes(x, weight, lora_A, lora_B):
-            return dora_decode(x, weight, lora_A, lora_B, magnitude, norm, bias, scale)
-        return dora_linear_fwd_ref(
-            x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass
-        )[0]
-    y: Tensor = _DoraLinear.apply(  # type: ignore[no-untyped-call]
-        x, lora_A, lora_B, magnitude, bias, weight, norm, scale, gain_pass
-    )
-    return y
+    return dora_linear_fwd_ref(x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass)[
+        0
+    ]

@@ -21,6 +21,7 @@ where it is needed, without telling the host.
 
 Shapes     u, l, y, dy, t [M, N]; m, norm, b, dm [N]; x [M, K]; W [N, K]; h [M, R]; B [N, R].
            h B^T is the scaled low-rank branch: whoever passes h and B has put s into one of them.
+           B may be wider than the rest: it is rounded where it is read.
 Precision  loads widen to fp32, one rounding at the store; sums in fp32.
 Cost       forward moves 2 M N elements (3 with l), backward 3 M N. The yardstick is a copy of as
            many bytes.
@@ -104,7 +105,7 @@ def gain_backward_ref(
     out /= torch.where(readable, gain, 1)
     rows = (alive & ~readable).nonzero().squeeze(1)
     if rows.numel():
-        v = torch.addmm(x @ weight[rows].T, h, lora_B[rows].T)
+        v = torch.addmm(x @ weight[rows].T, h, lora_B[rows].to(x.dtype).T)
         out[rows] = (dy[:, rows] * v.to(gain.dtype)).sum(0)
     return t, torch.where(alive, out / torch.where(alive, norm, 1), 0).to(magnitude.dtype)
 
@@ -193,7 +194,7 @@ def _columns_times(
             b_z += tl.dot(b_dy.to(DOT), b_x.to(DOT), input_precision="ieee")
         b_w = tl.load(weight + o_n.to(tl.int64)[:, None] * K + o_k[None, :],
                       mask=m_n[:, None] & m_k[None, :], other=0.0)  # fmt: skip
-        b_sum += tl.sum(b_z * b_w.to(tl.float32), axis=1)
+        b_sum += tl.sum(b_z * b_w.to(x.dtype.element_ty).to(tl.float32), axis=1)
     return b_sum
 
 
@@ -287,10 +288,10 @@ def _launch_backward(
         num_warps=tile.num_warps,
     )
     if need_dm:
-        x, h, weight, lora_B = (each.contiguous() for each in (x, h, weight, lora_B))
+        inputs = x.contiguous(), h.contiguous(), weight.contiguous(), lora_B.contiguous()
         _magnitude(
             (-(-N // 32), 1, 1),
-            (dm, part, magnitude, norm, dy, x, h, weight, lora_B),
+            (dm, part, magnitude, norm, dy, *inputs),
             (M, N, x.shape[1], h.shape[1], parts),
             (y is None, dot_type(dy.dtype), _limit(bias), 32, 32),
         )

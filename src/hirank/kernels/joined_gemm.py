@@ -110,26 +110,31 @@ _joined = Launcher(_joined_kernel)
 def joined_tile(a1: Tensor, b1: Tensor, b2: Tensor, *, by_column: bool) -> Joined | None:
     """The tile for these operands; None where two GEMMs are the better or the only way."""
     known = tiles(a1.device).joined
-    if not known or not direct(a1) or a1.dtype not in (torch.bfloat16, torch.float16):
+    if not known or a1.dtype not in _HALVES or not direct(a1):
         return None
-    if not all(_fetchable(operand) for operand in (a1, b1, b2)):
+    if not (_fetchable(a1) and _fetchable(b1) and _fetchable(b2)):
         return None
-    M, N = a1.shape[0], b1.shape[0 if by_column else 1]
-    if N % 8 or b2.shape[1 if by_column else 0] % 8:  # rows of out, and of the second left factor
+    N, other = (b1.shape[0], b2.shape[1]) if by_column else (b1.shape[1], b2.shape[0])
+    if N & 7 or other & 7:  # rows of out, and of the second left factor
         return None
+    M = a1.shape[0]
     for tile in known:
         if -(-M // tile.block_m) * -(-N // tile.block_n) >= tile.least:
             return tile
     return None
 
 
+_HALVES = (torch.bfloat16, torch.float16)
+
+
 def _fetchable(matrix: Tensor) -> bool:
     """Whether tensor descriptors can describe it: rows of whole 16 bytes, one after the other."""
+    rows, columns = matrix.shape
     return (
-        matrix.is_contiguous()
-        and matrix.shape[1] % 8 == 0
-        and matrix.data_ptr() % 16 == 0
-        and matrix.numel() > 0
+        not columns & 7
+        and rows * columns > 0
+        and not matrix.data_ptr() & 15
+        and matrix.is_contiguous()
     )
 
 
