@@ -31,7 +31,10 @@ def decoded(case: LinearCase) -> torch.Tensor:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [(1, 64, 64, 1), (3, 123, 65, 3), (16, 40, 1100, 70)], ids=str)
+SHAPES = [(1, 64, 64, 1), (3, 123, 65, 3), (16, 40, 70, 9), (2, 40, 2500, 70)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

@@ -27,8 +27,8 @@ __all__ = ["MOST_ROWS", "decodes", "dora_decode"]
 
 MOST_ROWS = 16
 """Tokens up to which A and B are read anew for each of them."""
-_HIDDEN, _JOIN = (4, 512), (16, 64)  # tiles: ranks x features, features x ranks
-_SPLIT = 4  # parts of K, so that a small rank, too, gives every multiprocessor something to do
+_HIDDEN, _JOIN = (1, 2048), (16, 128)  # tiles: ranks x features, features x ranks
+_SPLIT = 2  # parts of K, so that a small rank, too, gives every multiprocessor something to do
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -130,6 +130,6 @@ def dora_decode(
         (u, h, lora_B, *scalars, u if bias is None else bias),
         (N, R),
         (scalars[0] is not u, bias is not None, rows, width, _SPLIT),
-        num_warps=4,
+        num_warps=8,
     )
     return u
