@@ -6,7 +6,13 @@ from torch import nn
 
 from hirank import GaLoreAdamW
 from hirank.bench.optim_memory import LivePeak
-from hirank.optim import bases
+from hirank.optim import bases, costs
+from hirank.optim.hyper import Hyper
+from hirank.plan.closed import closed_form
+from hirank.plan.find import find_shape
+from hirank.plan.inventory import Shape
+from hirank.plan.ledger import Ledger
+from hirank.plan.setting import Setting
 from optim.toys import GL, grads, parameter, run
 
 HP = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -71,6 +77,51 @@ def test_g17_no_buffer_of_all_gradients_lives_in_a_step():
                 optimizer.zero_grad()
         peaks.append(live.peak)
     assert peaks[0] > 6 * one > 3 * one > peaks[1]
+
+
+def planned(method: str, **more) -> tuple[Ledger, Shape]:
+    """`hirank plan` of an 8B in bf16."""
+    shape = find_shape("qwen3-8b")
+    setting = Setting(model="qwen3-8b", method=method, **({"autocast": False} | more))
+    return closed_form(setting, shape), shape
+
+
+def bytes_of(ledger: Ledger, kind: str) -> int:
+    """At most, whole blocks of the allocator and all."""
+    return max(kinds.get(kind, 0) for kinds in ledger.phases.values())
+
+
+def test_g17_the_plan_shows_the_buckets_of_ddp():
+    """As large as all gradients, beside the gradients."""
+    one, shape = planned("galore", rank=128)
+    two, _ = planned("galore", rank=128, sharding="ddp", world=2)
+    every = pytest.approx(2 * shape.parameters, rel=1e-3)
+    assert bytes_of(one, "gradients") == every
+    assert two.allocated - one.allocated == every
+
+
+@pytest.mark.parametrize("rank", [128, 1024])
+def test_g19_the_plan_says_before_the_run_what_the_state_takes(rank: int):
+    ledger, shape = planned("galore", rank=rank)
+    groups = [torch.empty(x.out, x.inp, device="meta") for x in shape.linears]
+    hyper = Hyper(rank=rank)
+    each = [costs.cost(tuple(w.shape), hyper) for w in groups]
+    projected = sum(x.count * size for x, size in zip(shape.linears, each, strict=True))
+    plain = shape.parameters - sum(x.size for x in shape.linears)
+    assert bytes_of(ledger, "optimizer state") == projected + 2 * 4 * plain
+    adamw, _ = planned("full", state_dtype="int8")
+    state = [bytes_of(one, "optimizer state") for one in (ledger, adamw)]
+    assert (state[0] < state[1]) == (rank == 128)
+
+
+def test_g20_the_plan_has_a_line_for_gradients_in_either_mode():
+    p, shape = planned("galore", rank=128)
+    q, _ = planned("galore", rank=128, step_in_backward=True)
+    largest = shape.vocabulary * shape.hidden
+    small = sum(x.size for x in shape.matrices() if x.each < costs.SMALL)
+    full, waiting = (one.phases["optimizer step"]["gradients"] for one in (p, q))
+    assert full == pytest.approx(2 * shape.parameters, rel=1e-3)
+    assert waiting == pytest.approx(2 * (largest + small), rel=1e-3)
 
 
 @pytest.mark.parametrize(
