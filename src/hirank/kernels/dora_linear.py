@@ -123,43 +123,44 @@ def dora_linear_bwd_ref(
     needs: Sequence[bool] = (True, True, True, True, True),
     gain_pass: GainPass = REFERENCE,
 ) -> DoraLinearGrads:
-    """Hand-written backward, all of x, y and dy [M, ...]; dx [M, K].
+    """Hand-written backward; x, y and dy with any leading dimensions, dx with those of x.
 
     `needs` says which of x, A, B, magnitude, bias want a gradient. `y` is the forward's output;
     None (it was overwritten) computes v again.
     """
     need_x, need_A, need_B, need_m, need_b = needs
-    t, dm = dy, None
+    rows = _rows(x)
     power = moved(x.dtype, scale)
     if power != 1:  # A and B so that h B^T and tB A stay
         A, B, scale = lora_A.to(x.dtype) * power, lora_B.to(x.dtype) * power, scale / power / power
     else:
         A, B = lora_A, lora_B
     if magnitude is not None and norm is not None:
-        t, dm = gain_pass.backward(dy, y, magnitude, norm, bias, x, h, weight, B, need_m)
+        t, dm = gain_pass.backward(dy, y, magnitude, norm, bias, rows, h, weight, B, need_m)
+    else:
+        t, dm = _rows(dy), None
     dx = dA = None
     if need_x or need_A:
         tB, A = back_of(t, A, B, scale)  # [M, R]
         if need_x:
-            dx = _input_gradient(t, weight, tB, A, gain_pass)
+            dx = _input_gradient(x, t, weight, tB, A, gain_pass)
         if need_A:
-            dA = product(tB.t(), x, lora_A.dtype)
+            dA = product(tB.t(), rows, lora_A.dtype)
     dB = product(t.t(), h, lora_B.dtype) if need_B else None
     if power != 1:
         dA, dB = (None if grad is None else grad.mul_(power) for grad in (dA, dB))
-    db = dy.sum(0) if need_b and bias is not None else None
+    db = _rows(dy).sum(0) if need_b and bias is not None else None
     return DoraLinearGrads(dx, dA, dB, dm if need_m else None, db)
 
 
 def _input_gradient(
-    t: Tensor, weight: Tensor, tB: Tensor, A: Tensor, gain_pass: "GainPass"
+    x: Tensor, t: Tensor, weight: Tensor, tB: Tensor, A: Tensor, gain_pass: "GainPass"
 ) -> Tensor:
-    """t W + tB A, [M, K]."""
+    """t W + tB A, of the shape of x."""
     tile = gain_pass.tile(t, weight, A, by_column=False)
     if tile is None:
-        return torch.mm(t, weight).addmm_(tB, A)
-    out = t.new_empty(t.shape[0], weight.shape[1])
-    return joined_gemm(tile, out, t, weight, tB, A, by_column=False)
+        return torch.mm(t, weight).addmm_(tB, A).view(x.shape)
+    return joined_gemm(tile, t.new_empty(x.shape), t, weight, tB, A, by_column=False)
 
 
 def _plain(
@@ -252,12 +253,11 @@ class _DoraLinear(torch.autograd.Function):
         if torch.is_grad_enabled():  # double backward: rare, so by autograd on the plain formula
             grads = differentiable_grads(weights, ctx.needs_input_grad[:5], ctx.scale, x, dys[0])
             return *grads, None, None, None, None
-        dx, *grads = dora_linear_bwd_ref(
-            _rows(dys[0]), _rows(x), h, None if y is None else _rows(y), weights.weight,
-            weights.lora_A, weights.lora_B, weights.magnitude, weights.norm, weights.bias,
-            ctx.scale, needs=ctx.needs_input_grad[:5], gain_pass=ctx.gain_pass,
+        grads = dora_linear_bwd_ref(
+            dys[0], x, h, y, weights.weight, weights.lora_A, weights.lora_B, weights.magnitude,
+            weights.norm, weights.bias, ctx.scale, ctx.needs_input_grad[:5], ctx.gain_pass,
         )  # fmt: skip
-        return None if dx is None else dx.view(x.shape), *grads, None, None, None, None
+        return *grads, None, None, None, None
 
 
 # without the look for functorch's wrappers that PyTorch takes at every argument of every call

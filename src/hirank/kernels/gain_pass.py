@@ -84,7 +84,11 @@ def gain_backward_ref(
     lora_B: Tensor,
     need_dm: bool,
 ) -> tuple[Tensor, Tensor]:
-    """t [M, N] and dm [N] (empty if not needed). `y` None: v is computed again for all columns."""
+    """t [M, N] and dm [N] (empty if not needed). `y` None: v is computed again for all columns.
+
+    dy and y may have any leading dimensions.
+    """
+    dy, y = _rows(dy), None if y is None else _rows(y)
     if dy.is_meta:  # which columns need a second look is a matter of values
         return torch.empty_like(dy), torch.empty_like(magnitude)
     gain = dora_gain(magnitude, norm)
@@ -268,18 +272,19 @@ def _launch_backward(
     found = tiles(dy.device)
     if dy.dtype not in _WIDTHS or found.obstacle is not None:
         return gain_backward_ref(dy, y, magnitude, norm, bias, x, h, weight, lora_B, need_dm)
-    dy = dy.contiguous()
-    M, N = dy.shape
-    t = torch.empty_like(dy)
+    dy, y = dy.contiguous(), None if y is None else y.contiguous()
+    N = norm.shape[0]
+    M = dy.numel() // N if N else 0
+    t = dy.new_empty(M, N)
     dm = torch.empty_like(magnitude) if need_dm else magnitude.new_empty(0)
-    if dy.numel() == 0:
+    if not M:
         return t, dm.zero_()
     tile = found.gain_backward
     reads_y = need_dm and y is not None
     columns = -(-N // tile.block_n)
     rows = tile.rows(M, columns)
     parts = -(-M // rows)
-    part = magnitude.new_empty((parts, N), dtype=torch.float32) if reads_y else dm
+    part = _partial_sums(parts, norm) if reads_y else dm
     _backward(
         (parts, columns, 1),
         (t, part, dy, dy if y is None else y, magnitude, norm, dy if bias is None else bias),
@@ -292,10 +297,14 @@ def _launch_backward(
         _magnitude(
             (-(-N // 32), 1, 1),
             (dm, part, magnitude, norm, dy, *inputs),
-            (M, N, x.shape[1], h.shape[1], parts),
+            (M, N, weight.shape[1], h.shape[1], parts),
             (y is None, dot_type(dy.dtype), _limit(bias), 32, 32),
         )
     return t, dm
+
+
+def _partial_sums(parts: int, norm: Tensor) -> Tensor:
+    return norm.new_empty((parts, norm.shape[0]), dtype=torch.float32)
 
 
 _WIDTHS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of the kernels
@@ -340,7 +349,17 @@ def gain_forward_(
     (_launch_forward_ if direct(u) else _forward_op)(u, magnitude, norm, bias, lora)
 
 
-def gain_backward(dy: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    """As `gain_backward_ref`, which names the arguments: t [M, N] and dm [N]."""
-    found: tuple[Tensor, Tensor] = (_launch_backward if direct(dy) else _backward_op)(dy, *more)
+def gain_backward(dy: Tensor, y: Tensor | None, *more: Any) -> tuple[Tensor, Tensor]:
+    """As `gain_backward_ref`, which names the arguments: t [M, N] and dm [N].
+
+    dy and y may have any leading dimensions.
+    """
+    if direct(dy):
+        return _launch_backward(dy, y, *more)
+    dy, y = _rows(dy), None if y is None else _rows(y)
+    found: tuple[Tensor, Tensor] = _backward_op(dy, y, *more)
     return found
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
