@@ -1,14 +1,18 @@
-"""Planned against measured peak memory: more than 30 settings of three models on one GPU.
+"""Planned against measured peak memory: 90 settings of six models on one GPU, 16 on several.
 
-    python benchmarks/plan_h200.py                 on a GPU; perhaps 15 minutes on an H200
-    python benchmarks/plan_h200.py --only MODEL    one model (or method) of it, in a third of that
+    python benchmarks/plan_h200.py                 on a GPU; eight minutes on an H200
+    python benchmarks/plan_h200.py --only MODEL    one model (or method) of it; others: the rest
     python benchmarks/plan_h200.py --dry           tiny models on a CPU, by a count of live bytes
+    torchrun --nproc-per-node 2 benchmarks/plan_h200.py --sharded [--dry]
+                                                   DDP and FSDP2, two minutes
 
 All predictions are made and written down (plan_before.jsonl) before the first model is; then each
 setting runs two steps with random weights, and the peak of the second is measured with
-max_memory_allocated. Adds a line a setting to benchmarks/results/, and prints the table.
+max_memory_allocated, beside it what the allocator took and what the process did. Adds a line a
+setting to benchmarks/results/, and prints the table.
 
-The dry run shows that all of it runs. Its errors say little: on a CPU kernels make other tensors.
+The dry run shows that all of it runs. Its errors say little: on a CPU kernels make other tensors,
+and several processes are not measured there.
 
 A setting that runs out of memory is a row as well: it was predicted to, or it is a miss.
 """
@@ -48,6 +52,20 @@ TINY = {
     "head_dim": 32,
     "vocab_size": 2048,
 }
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 32768,
+    "tie_word_embeddings": False,
+}
 
 # Settings.
 
@@ -77,6 +95,19 @@ OTHERS: list[dict[str, Any]] = [
     {"method": "lora", "loss": "plain", "sequence": 4096, "checkpointing": True},
     {"method": "dora", "batch": 4, "accumulation": 2, "checkpointing": True},
     {"method": "lora", "autocast": False},
+    {"method": "qlora", "kbit_upcast": True},
+    {"method": "lora", "eval_batch": 16, "checkpointing": True},
+]
+OTHER_MODELS: list[dict[str, Any]] = [
+    {"model": "moe", "method": "lora", "sequence": 2048},
+    {"model": "moe", "method": "lora", "sequence": 4096, "checkpointing": True},
+    {"model": "moe", "method": "dora", "targets": ("q_proj", "v_proj"), "sequence": 2048},
+    {"model": "moe", "method": "full", "autocast": False, "sequence": 2048},
+    {"model": "gemma-3-270m", "method": "lora", "sequence": 512, "batch": 4},
+    {"model": "gemma-3-270m", "method": "full", "autocast": False, "sequence": 512, "batch": 4},
+    {"model": "smollm2-135m", "method": "dora", "batch": 8},
+    {"model": "smollm2-135m", "method": "full", "base_dtype": "fp32", "batch": 8},
+    {"model": "smollm2-135m", "method": "lora", "packing": True, "batch": 2, "sequence": 2048},
 ]
 
 
@@ -85,6 +116,7 @@ def settings(dry: bool) -> list[Setting]:
     models = ["tiny"] if dry else [SMALL, MIDDLE, LARGE]
     grid = [{"model": m, **method, **way} for m in models for method in METHODS for way in PASSES]
     grid += [{"model": models[0], **other} for other in OTHERS]
+    grid += [] if dry else OTHER_MODELS
     made = [Setting(**{"rank": 16, **values}) for values in grid]
     if dry:
         small = [
@@ -99,10 +131,16 @@ def _can_quantise(setting: Setting) -> bool:
     return setting.model != LARGE and find_spec("bitsandbytes") is not None
 
 
+def chosen(found: list[Setting], only: str | None) -> list[Setting]:
+    """Those of a method or a model; `others` are those that are no part of the large grid."""
+    if only == "others":
+        return [s for s in found if s.model not in (SMALL, MIDDLE, LARGE)]
+    return [s for s in found if only in (None, s.method, s.model)]
+
+
 def config_of(setting: Setting) -> dict[str, Any]:
-    if setting.model == "tiny":
-        return {"model_type": "qwen2", **TINY}
-    return find_config(setting.model)[0]
+    known = {"tiny": {"model_type": "qwen2", **TINY}, "moe": MOE}
+    return dict(known[setting.model]) if setting.model in known else find_config(setting.model)[0]
 
 
 # Measuring.
@@ -129,7 +167,7 @@ def model_for(setting: Setting, device: str) -> Any:
 
 def quantised(setting: Setting, config: Any) -> Any:
     """NF4 with double quantisation, by way of a folder, as everybody loads it."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import BitsAndBytesConfig
 
     from hirank import accelerate
@@ -148,6 +186,8 @@ def quantised(setting: Setting, config: Any) -> Any:
         base = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=how, dtype=torch.bfloat16, device_map={"": 0}
         )
+    if setting.kbit_upcast:
+        base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     wanted = LoraConfig(
         r=setting.rank, target_modules="all-linear", use_dora=setting.has_gains,
         task_type="CAUSAL_LM",
@@ -157,16 +197,26 @@ def quantised(setting: Setting, config: Any) -> Any:
 
 def loss_for(setting: Setting, model: Any, ids: Tensor) -> Tensor:
     """As the trainers compute it; what a model returns beside its loss is dropped."""
-    labels = ids.clone()
+    given = {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
+    if setting.packing:  # documents of 256 tokens
+        given["position_ids"] = (torch.arange(ids.shape[1], device=ids.device) % 256).expand_as(ids)
     if setting.loss == "plain":
-        found: Tensor = model(input_ids=ids, labels=labels, use_cache=False).loss
+        found: Tensor = model(**given).loss
         return found
-    log_probs = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
-    return -log_probs.sum() / ids.numel()
+    return -model(**given, fused_lm_head=True).log_probs.sum() / ids.numel()
 
 
 def prepare(setting: Setting, model: Any) -> Any:
     """What a trainer does to a model before the first step; returns the optimiser."""
+    ready(setting, model)
+    optimizer: Any = optimizer_for(setting, model)
+    if setting.step_in_backward:
+        optimizer.step_in_backward(micro_batches=setting.accumulation)
+    return optimizer
+
+
+def ready(setting: Setting, model: Any) -> None:
+    """TRL's head, and checkpointing."""
     from trl.trainer.utils import add_fused_lm_head
 
     inner = model.get_base_model() if setting.is_adapter else model
@@ -176,10 +226,6 @@ def prepare(setting: Setting, model: Any) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if setting.is_adapter:
             model.enable_input_require_grads()
-    optimizer: Any = optimizer_for(setting, model)
-    if setting.step_in_backward:
-        optimizer.step_in_backward(micro_batches=setting.accumulation)
-    return optimizer
 
 
 def step(setting: Setting, model: Any, optimizer: Any, device: str) -> None:
@@ -196,31 +242,55 @@ def step(setting: Setting, model: Any, optimizer: Any, device: str) -> None:
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if setting.eval_batch:
+        evaluate(setting, model, device)
 
 
-def measure(setting: Setting, device: str) -> tuple[int | None, str]:
-    """The peak of the second step in bytes, or None and the reason."""
+def evaluate(setting: Setting, model: Any, device: str) -> None:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(0, vocabulary, (setting.eval_batch, setting.sequence), device=device)
+    model.eval()
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=setting.autocast):
+        loss_for(setting, model, ids)
+    model.train()
+
+
+def measure(setting: Setting, device: str) -> dict[str, Any]:
+    """Peaks of the second step in bytes by name; `measured` is None if there is a reason."""
     gc.collect()
     try:
-        return (_on_gpu if device == "cuda" else _on_cpu)(setting), ""
+        found = _on_gpu(setting) if device == "cuda" else {"measured": _on_cpu(setting)}
+        return {**found, "reason": ""}
     except torch.OutOfMemoryError:
-        return None, "out of memory"
+        return {"measured": None, "reason": "out of memory"}
     except (ImportError, RuntimeError, TypeError, ValueError) as error:  # the other rows go on
-        return None, f"{type(error).__name__}: {error}"[:200]
+        return {"measured": None, "reason": f"{type(error).__name__}: {error}"[:200]}
     finally:
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
 
 
-def _on_gpu(setting: Setting) -> int:
+def _on_gpu(setting: Setting) -> dict[str, int]:
+    torch._C._cuda_clearCublasWorkspaces()  # those of the row before: each has its own
     before = torch.cuda.memory_allocated()
     model = model_for(setting, "cuda")
     optimizer = prepare(setting, model)
+    return second_step(setting, model, optimizer, before)
+
+
+def second_step(setting: Setting, model: Any, optimizer: Any, before: int = 0) -> dict[str, int]:
+    """In tensors, by the allocator, and by the process with CUDA and its libraries."""
     step(setting, model, optimizer, "cuda")
     torch.cuda.reset_peak_memory_stats()
     step(setting, model, optimizer, "cuda")
-    return torch.cuda.max_memory_allocated() - before
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.max_memory_reserved()
+    return {
+        "measured": torch.cuda.max_memory_allocated() - before,
+        "reserved": reserved,
+        "process": reserved + total - free - torch.cuda.memory_reserved(),
+    }
 
 
 def _on_cpu(setting: Setting) -> int:
@@ -243,6 +313,8 @@ def predict(setting: Setting) -> dict[str, Any]:
     return {
         "setting": asdict(setting),
         "planned": ledger.allocated,
+        "planned_reserved": ledger.reserved,
+        "planned_process": ledger.process,
         "moment": ledger.moment,
         "dominating": ledger.dominating,
     }
@@ -263,7 +335,8 @@ def show(row: dict[str, Any]) -> None:
     off = "" if measured is None else f"{100 * (row['planned'] / measured - 1):+6.1f} %"
     what = f"{s['model']} {s['method']} r{s['rank']} {s['batch']}x{s['sequence']}"
     ways = [n for n in ("checkpointing", "step_in_backward", "autocast") if s[n]]
-    ways += [s["base_dtype"], s["loss"], s["step"], s["attention"]]
+    ways += [n for n in ("packing", "kbit_upcast", "eval_batch") if s[n]]
+    ways += [s["base_dtype"], s["loss"], s["step"], s["attention"], s["sharding"]]
     print(
         f"{what:<42} {row['planned'] / 2**30:8.3f} {said:>13} {off:>9}  {' '.join(ways)}",
         flush=True,
@@ -281,25 +354,34 @@ def summary(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def main() -> None:
+def compare(found: list[Setting], suite: str, device: str, asked: argparse.Namespace) -> None:
     """Predict, write down, measure, compare."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU")
-    parser.add_argument("--only", help="settings whose method or model this is")
-    parser.add_argument("--commit", help="of the code, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    asked = parser.parse_args()
-    device = "cpu" if asked.dry else "cuda"
-    chosen = [s for s in settings(asked.dry) if asked.only in (None, s.method, s.model)]
     known = facts(device, asked.commit)
-    rows = [{**known, **predict(setting)} for setting in chosen]
-    suite = "plan_dry" if asked.dry else "plan"
+    rows = [{**known, **predict(setting)} for setting in found]
     append(asked.out, f"{suite}_before", rows)  # before the first is measured
-    for setting, row in zip(chosen, rows, strict=True):
-        row["measured"], row["reason"] = measure(setting, device)
+    for setting, row in zip(found, rows, strict=True):
+        row.update(measure(setting, device))
         append(asked.out, suite, [row])
         show(row)
     summary(rows)
+
+
+def main() -> None:
+    """One GPU, or this process's part in several."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--sharded", action="store_true", help="DDP and FSDP2, under torchrun")
+    parser.add_argument("--only", help="settings whose method or model this is; or others")
+    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    asked = parser.parse_args()
+    if asked.sharded:
+        from plan_sharded import compare_sharded
+
+        return compare_sharded(asked)
+    suite = "plan_dry" if asked.dry else "plan"
+    found = chosen(settings(asked.dry), asked.only)
+    return compare(found, suite, "cpu" if asked.dry else "cuda", asked)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ from hirank.plan.setting import Setting
 from hirank.plan.trace import trace_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "nvidia-h200"
-WORKSPACES = 2 * 32 * 2**20
-"""cuBLAS's on Hopper: PyTorch's allocator counts them, one for each thread that multiplies."""
-
 METHODS = {"hirank-dora": "dora", "peft-dora": "dora-peft"}
 
 
@@ -51,4 +48,4 @@ def test_a_measured_peak_is_foretold(arm, monkeypatch):
             checkpointing=settings["checkpointing"],
         )
     )
-    assert found.allocated + WORKSPACES == pytest.approx(peak, rel=0.01)
+    assert found.allocated == pytest.approx(peak, rel=0.01)

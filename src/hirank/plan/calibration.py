@@ -155,7 +155,8 @@ def overhead_of(found: Sequence[Measured]) -> Overhead | None:
     if min(len(here), len(contexts)) < ENOUGH:
         return None
     segment = statistics.median(run.reserved / run.allocated for run in here)
-    return Overhead(segment, round(statistics.median(contexts)), len(here), here[-1].gpu)
+    context = round(statistics.median(contexts))
+    return Overhead(segment=segment, context=context, runs=len(here), gpu=here[-1].gpu)
 
 
 def off_line(found: Sequence[Measured], method: str) -> str | None:

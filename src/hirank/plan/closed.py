@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator
 from hirank.errors import HirankError
 from hirank.plan import spread
 from hirank.plan.block import Part, block_extra, block_input, forward_extra, kept_parts
-from hirank.plan.head import eval_part, final_part, head_gradient, loss_parts
+from hirank.plan.head import copies_of_all, eval_part, final_part, head_gradient, loss_parts
 from hirank.plan.inventory import Shape
 from hirank.plan.ledger import ESTIMATED, PHASES, Ledger, Overhead, Term, ledger_of
 from hirank.plan.notes import notes_of
-from hirank.plan.setting import Setting
+from hirank.plan.setting import BYTES, Setting
 from hirank.plan.states import (
     adapter_parts,
     gradient_parts,
@@ -30,7 +30,7 @@ from hirank.plan.states import (
     step_parts,
     weight_parts,
 )
-from hirank.plan.targets import stream_bytes, trained_bytes
+from hirank.plan.targets import adapted, stream_bytes, trained_bytes
 
 __all__ = ["closed_form", "timeline"]
 
@@ -38,7 +38,7 @@ __all__ = ["closed_form", "timeline"]
 def closed_form(setting: Setting, shape: Shape, overhead: Overhead = ESTIMATED) -> Ledger:
     """The ledger of a setting on a model of this shape.
 
-    `overhead`: what is taken to come on top of tensors.
+    `overhead`: what is taken to come on top of a run's own tensors.
 
     Raises:
         HirankError: the targets fit no layer, or the attention cannot compute this model.
@@ -48,8 +48,11 @@ def closed_form(setting: Setting, shape: Shape, overhead: Overhead = ESTIMATED) 
             f"{shape.name} passes its scores through a softcap, which sdpa cannot; set attention "
             "to eager or flash."
         )
+    spaces = overhead.workspaces
+    text = "cuBLAS workspaces of two threads, on Hopper 32 MiB each"
     terms = [
         *_static(setting, shape),
+        Term("method temporaries", _moments(setting), spaces, text),
         *_activations(setting, shape),
         *_backward(setting, shape),
         *_steps(setting, shape),
@@ -60,8 +63,11 @@ def closed_form(setting: Setting, shape: Shape, overhead: Overhead = ESTIMATED) 
 def _term(kind: str, phases: Iterable[str], part: Part, setting: Setting) -> Term:
     """One summand of one GPU."""
     parts = spread.parts_of(setting, kind)
-    text = part.formula if parts == 1 else f"({part.formula}) / {parts} GPUs"
-    return Term(kind, tuple(phases), -(-part.size // parts), text)
+    if parts > 1:  # in pieces of a size that nobody told
+        text = f"({part.formula}) / {parts} GPUs"
+        return Term(kind, tuple(phases), -(-part.size // parts), text)
+    text = f"{part.formula}, {part.rest:,} over in blocks" if part.rest else part.formula
+    return Term(kind, tuple(phases), part.size + part.rest, text)
 
 
 def _moments(s: Setting) -> tuple[str, ...]:
@@ -108,17 +114,17 @@ def _activations(s: Setting, m: Shape) -> Iterator[Term]:
     if _held_before(s):
         yield _term("gradients", first, gradient_parts(s, m), s)
     yield _term("gradients", first[1:], head_gradient(s, m), s)
-    if s.checkpointing and s.autocast and trained_bytes(s) == 4 and not s.is_adapter:
-        copies = sum(x.size for x in m.linears)
-        part = Part(2 * copies, f"autocast's copies of all linears: {copies:,} x 2 bytes")
-        yield _term("method temporaries", first[:1], part, s)
+    copies = copies_of_all(s, m) if s.checkpointing else 0  # without, blocks keep them
+    part = Part(copies, f"autocast's copies of all linears: {copies:,} bytes")
+    yield _term("method temporaries", first[:1], part, s)
     if s.eval_batch:
         yield _term("activations kept", ("evaluation",), eval_part(s, m), s)
 
 
 def _kept_of_all(s: Setting, m: Shape) -> list[Part]:
     each = [block_input(s, m)] if s.checkpointing else kept_parts(s, m)
-    return [Part(x.size * m.layers, f"{m.layers} blocks, {x.formula}") for x in each]
+    n = m.layers
+    return [Part(x.size * n, f"{n} blocks, {x.formula}", x.rest * n) for x in each]
 
 
 # Backward.
@@ -126,13 +132,27 @@ def _kept_of_all(s: Setting, m: Shape) -> list[Part]:
 
 def _backward(s: Setting, m: Shape) -> list[Term]:
     """Terms of the worst moment."""
-    moments = [_last_block(s, m), _first_block(s, m), _embedding(s, m)]
+    moments = [_last_norm(s, m), _last_block(s, m), _first_block(s, m), _embedding(s, m)]
     if s.step_in_backward:
         moments.append(_early_step(s, m))
     return max(moments, key=lambda terms: sum(term.size for term in terms))
 
 
+def _last_norm(s: Setting, m: Shape) -> list[Term]:
+    """Before any block: fp32 tensors of T h beside what the norm keeps, and a gradient."""
+    numbers = s.tokens * m.hidden
+    count = 6 if m.wide_norms else 5
+    size = numbers * (4 * (1 + count) + stream_bytes(s))
+    part = Part(size, f"the last norm at work: {numbers:,} x ({1 + count} x 4 + {stream_bytes(s)})")
+    return [*_kept_and_gradients(s, m), _term("activations kept", ("block backward",), part, s)]
+
+
 def _last_block(s: Setting, m: Shape) -> list[Term]:
+    return _kept_and_gradients(s, m) + _one_block(s, m)
+
+
+def _kept_and_gradients(s: Setting, m: Shape) -> list[Term]:
+    """While all blocks keep what they keep."""
     phase = ("block backward",)
     terms = [_term("activations kept", phase, x, s) for x in _kept_of_all(s, m)]
     if _held_before(s):
@@ -144,7 +164,7 @@ def _last_block(s: Setting, m: Shape) -> list[Term]:
         numbers = m.vocabulary * m.hidden + (m.block_parameters if not s.checkpointing else 0)
         part = Part(numbers * trained_bytes(s), f"the first gradients: {numbers:,} numbers")
         terms.append(_term("gradients", phase, part, s))
-    return terms + _one_block(s, m)
+    return terms
 
 
 def _early_step(s: Setting, m: Shape) -> list[Term]:
@@ -163,12 +183,27 @@ def _first_block(s: Setting, m: Shape) -> list[Term]:
 
 
 def _of_blocks(s: Setting, m: Shape) -> Part:
-    """All gradients but that of an embedding of its own, which comes last."""
+    """All gradients but those that come after this block's MLP, and after the blocks."""
     every = gradient_parts(s, m)
-    if s.is_adapter or s.step_in_backward or m.tied or _held_before(s):
+    if s.step_in_backward or _held_before(s):
         return every
-    last = m.vocabulary * m.hidden * trained_bytes(s)
-    return Part(every.size - last, f"{every.formula}, less the embedding's {last:,}")
+    last = _after_the_mlp(s, m)
+    if not s.is_adapter and not m.tied:
+        last += m.vocabulary * m.hidden * trained_bytes(s)
+    return every._replace(
+        size=every.size - last, formula=f"{every.formula}, less {last:,} of what comes later"
+    )
+
+
+def _after_the_mlp(s: Setting, m: Shape) -> int:
+    """Bytes of a block's gradients without that of down_proj, which is first."""
+    each = trained_bytes(s)
+    if not s.is_adapter:
+        down = sum(x.each for x in m.linears if x.name == "down_proj")
+        return (m.block_parameters - down) * each
+    every = [x for x in adapted(s, m) if x.name != "down_proj"]
+    low = sum(s.rank * (x.inp + x.out) * BYTES[s.adapter_dtype] for x in every)
+    return low + (4 * sum(x.out for x in every) if s.has_gains else 0)
 
 
 def _one_block(s: Setting, m: Shape) -> list[Term]:
@@ -190,7 +225,7 @@ def _embedding(s: Setting, m: Shape) -> list[Term]:
     """The gradient of an embedding is as large as itself, and added to the head's if tied."""
     phase = ("block backward",)
     terms = [_term("gradients", phase, gradient_parts(s, m), s)]
-    copies = (2 if m.tied else 0) + (1 if s.accumulation > 1 else 0)
+    copies = (1 if m.tied else 0) + (1 if s.accumulation > 1 else 0)
     if not s.is_adapter and copies:
         numbers = copies * m.vocabulary * m.hidden
         part = Part(numbers * trained_bytes(s), f"{copies} of the embedding's, to be added")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from hirank.plan.live import Moment
 
@@ -40,7 +40,7 @@ def peaks_at(
     return peaks(
         _line(depth, a, b, depths)
         for one, other in zip(_stretches(small), _stretches(large), strict=True)
-        for a, b in _pairs(one, other)
+        for a, b in _pairs(one, other, depths)
     )
 
 
@@ -49,18 +49,28 @@ def _stretches(moments: Sequence[Moment]) -> list[list[Moment]]:
     return [list(group) for _, group in groupby(moments, key=lambda m: m.phase)]
 
 
-def _pairs(small: Sequence[Moment], large: Sequence[Moment]) -> Iterable[tuple[Moment, Moment]]:
-    """Moments that correspond, counted from the start and from the end."""
+def _pairs(
+    small: Sequence[Moment], large: Sequence[Moment], depths: tuple[int, int]
+) -> Iterable[tuple[Moment, Moment]]:
+    """Moments that correspond, counted from the start and from the end.
+
+    Blocks at the ends are not like those between: what comes before them, or after, is there in
+    another way. So of two blocks one is counted from each side, and what follows on the blocks is
+    not taken for a block, although the last norm runs the same operations as the first of a block.
+    """
     if len(small) == len(large):
         return zip(small, large, strict=True)
-    return [*_common(small, large), *_common(small[::-1], large[::-1])]
+    start, end = _common(small, large), _common(small[::-1], large[::-1])
+    period = len(large) - len(small)
+    count = depths[0] // (depths[1] - depths[0])
+    before, behind = (max(0, len(found) - count * period) for found in (start, end))
+    inside = len(small) - count // 2 * period
+    return [*start[: inside - behind], *end[: inside - before]]
 
 
-def _common(small: Sequence[Moment], large: Sequence[Moment]) -> Iterable[tuple[Moment, Moment]]:
-    for a, b in zip(small, large, strict=False):
-        if a.op != b.op:
-            return
-        yield a, b
+def _common(small: Sequence[Moment], large: Sequence[Moment]) -> list[tuple[Moment, Moment]]:
+    pairs = zip(small, large, strict=False)
+    return list(takewhile(lambda pair: pair[0].op == pair[1].op, pairs))
 
 
 def _line(depth: int, a: Moment, b: Moment, depths: tuple[int, int]) -> Moment:

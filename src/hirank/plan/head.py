@@ -10,7 +10,9 @@ chunked  the same for all tokens.
 
 from __future__ import annotations
 
-from hirank.plan.block import Part
+from dataclasses import replace
+
+from hirank.plan.block import Part, rest_of
 from hirank.plan.inventory import Shape
 from hirank.plan.setting import Setting
 from hirank.plan.targets import compute_bytes, stream_bytes, trained_bytes
@@ -41,12 +43,16 @@ def loss_parts(s: Setting, m: Shape) -> tuple[Part, Part]:
         return _plain(s, m)
     count, c = scored(s), compute_bytes(s)
     tile = min(count, TOKENS) * WORDS * c  # made whole, however small the vocabulary
-    cast = 0 if c == trained_bytes(s) else c * min(WORDS, m.vocabulary) * m.hidden
+    cast = 0 if c == stream_bytes(s) else c * min(WORDS, m.vocabulary) * m.hidden
     rows = count * m.hidden * stream_bytes(s)
     text = f"a tile {min(count, TOKENS):,} x {WORDS:,}, {count:,} rows chosen"
     forward = tile + cast + rows + 13 * 4 * count
-    back = forward + cast + 4 * count * m.hidden + rows
-    return Part(forward, text), Part(back, f"{text}, dh in fp32")
+    next_cast = cast if m.vocabulary > WORDS else 0  # made while the one before is there
+    narrow = rows if stream_bytes(s) == 2 else 0
+    back = forward + next_cast + 4 * count * m.hidden + narrow
+    rest = rest_of((1, tile), (1, cast), (1, rows))
+    more = rest_of((1, next_cast), (1, 4 * count * m.hidden), (1, narrow))
+    return Part(forward, text, rest), Part(back, f"{text}, dh in fp32", rest + more)
 
 
 def scored(s: Setting) -> int:
@@ -80,16 +86,54 @@ def head_gradient(s: Setting, m: Shape) -> Part:
         return Part(0, "frozen, or counted with the logits")
     own = trained_bytes(s)
     wide = own if own == 4 else own + 4
-    return Part(numbers * wide, f"the head's gradient V h: {numbers:,} x {wide} bytes")
+    rest = rest_of((1, numbers * 4), (1 if wide > own else 0, numbers * own))
+    return Part(numbers * wide, f"the head's gradient V h: {numbers:,} x {wide} bytes", rest)
+
+
+# Evaluation.
 
 
 def eval_part(s: Setting, m: Shape) -> Part:
-    """An evaluation pass keeps nothing: one block at work, and its logits."""
-    tokens = s.eval_batch * s.sequence
-    c = compute_bytes(s)
-    block = tokens * (3 * c * m.intermediate + 6 * c * m.hidden)
-    if s.loss == "plain":
-        logits = tokens * m.vocabulary * (10 if c == 2 else 8)
+    """An evaluation pass keeps nothing: one block at work, or the logits."""
+    every = replace(s, batch=s.eval_batch)
+    head = loss_parts(every, m)[0]
+    states = every.tokens * m.hidden * stream_bytes(s)
+    moments = [head._replace(size=head.size + states), _mlp_alone(every, m)]
+    if s.attention == "eager":
+        moments.append(_scores_alone(every, m))
+    best = max(moments, key=lambda part: part.size + part.rest)
+    return best._replace(
+        size=best.size + copies_of_all(s, m),
+        formula=f"{every.tokens:,} tokens without gradients, {best.formula}",
+    )
+
+
+def copies_of_all(s: Setting, m: Shape) -> int:
+    """Bytes of the 16-bit copies of fp32 weights, which autocast keeps for a whole pass."""
+    made = s.autocast and trained_bytes(s) == 4 and not s.is_adapter
+    return 2 * sum(x.size for x in m.linears) if made else 0
+
+
+def _stream(s: Setting, m: Shape) -> int:
+    """Bytes a token within a block: the embeddings, the block's input, its sum with attention, and
+    a norm's output."""
+    return (3 * stream_bytes(s) + compute_bytes(s)) * m.hidden
+
+
+def _mlp_alone(s: Setting, m: Shape) -> Part:
+    """The activation, up and their product; PEFT's DoRA joins up's branches in fp32 before."""
+    c, width = compute_bytes(s), m.intermediate
+    if s.method == "dora-peft":
+        each, stream = 3 * c + 12, _stream(s, m) + 4 * m.hidden
     else:
-        logits = min(tokens, TOKENS) * WORDS * c
-    return Part(max(block, logits), f"{tokens:,} tokens without gradients")
+        each, stream = 3 * c, _stream(s, m)
+    return Part(s.tokens * (each * width + stream), f"MLP T (i {each} + {stream:,})")
+
+
+def _scores_alone(s: Setting, m: Shape) -> Part:
+    """Scores, and their softmax in fp32 from a copy in fp32; q, k and v for all heads."""
+    c = compute_bytes(s)
+    each = 10 if c == 2 else 8
+    scores = s.tokens * m.heads * s.sequence * each
+    rest = s.tokens * (3 * c * m.q_width + _stream(s, m))
+    return Part(scores + rest, f"scores T n S x {each}, q, k, v and the stream")

@@ -218,7 +218,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> Shape:
     layers = _count(text, "num_hidden_layers", name)
     hidden, heads = _count(text, "hidden_size", name), _count(text, "num_attention_heads", name)
     head_dim = text.get("head_dim") or family.head_dim or hidden // heads
-    experts = _count(text, family.experts, name) if family.experts else 0
+    experts = _experts(text, family.experts, name) if family.experts else 0
     expert_size = text.get("moe_intermediate_size") or text.get("intermediate_size")
     bias = family.reads_bias and bool(text.get("attention_bias", False))
     sliding = _sliding(text, kind, layers)
@@ -267,6 +267,11 @@ def _count(text: Mapping[str, Any], key: str, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise HirankError(f"The config.json of {name} has {key} {value!r}, which is no count.")
     return value
+
+
+def _experts(text: Mapping[str, Any], key: str, name: str) -> int:
+    """Transformers 5 writes num_local_experts into every config.json."""
+    return _count(text, key if key in text else "num_local_experts", name)
 
 
 def _sliding(text: Mapping[str, Any], kind: str, layers: int) -> int:

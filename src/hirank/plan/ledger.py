@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["CLASSES", "ESTIMATED", "PHASES", "Ledger", "Overhead", "Term", "ledger_of"]
+__all__ = [
+    "CLASSES",
+    "ESTIMATED",
+    "PHASES",
+    "WORKSPACES",
+    "Ledger",
+    "Overhead",
+    "Term",
+    "ledger_of",
+]
 
 CLASSES = (
     "weights",
@@ -40,8 +49,9 @@ PHASES = (
 """The moments of a step at which a peak can be. `optimizer step` is one with moments made already:
 the second one; `refresh step` is that of a low-rank optimiser that also replaces a basis."""
 
-LIBRARIES = 8 * 2**20 + 32 * 2**20
-"""cuBLAS and cuBLASLt workspaces of one stream on Hopper."""
+WORKSPACES = 2 * 32 * 2**20
+"""cuBLAS's on Hopper, which PyTorch's allocator counts: one for each thread that multiplies, that
+of the forward and that of the backward pass. Older GPUs need a quarter."""
 
 CONTEXT = 600 * 2**20
 """Of a CUDA context with torch's kernels on a data-centre card; it is measured, and varies."""
@@ -52,12 +62,14 @@ SEGMENT = 1.03
 
 @dataclass(frozen=True)
 class Overhead:
-    """What comes on top of tensors."""
+    """What comes on top of a run's own tensors."""
 
     segment: float = SEGMENT
     """Reserved over allocated."""
-    context: int = LIBRARIES + CONTEXT
+    context: int = CONTEXT
     """Bytes of CUDA and its libraries, which no allocator counts."""
+    workspaces: int = WORKSPACES
+    """Bytes of cuBLAS's, allocated like tensors; 0 on a CPU."""
     runs: int = 0
     """On this machine, in which it was measured; 0: it is an estimate."""
     gpu: str = ""

@@ -3,16 +3,21 @@
 A storage is counted from the operation that made it until nothing refers to it. What it is (a
 gradient, a kept activation, ...) may be said at any later time, as the log is only read at the end.
 
-Within an operation nothing is seen: the workspace of a kernel is not counted.
+Within an operation nothing is seen: the workspace of a kernel is not counted. Where several
+gradients of one tensor meet, autograd adds them in place; while anybody watches it makes a new
+tensor, which is not counted beside the one that it replaces.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,18 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hirank.plan.faked import answer
+from hirank.plan.sizes import in_blocks
 
-__all__ = ["ROUNDED", "Live", "Moment", "rounded"]
+__all__ = ["Live", "Moment"]
 
-ROUNDED = 512
-"""The caching allocator of a GPU hands out multiples of so many bytes."""
+_ADD = torch.ops.aten.add.Tensor
+_JOINED = "gradients joined"
+_ENGINE = ("graph.py", "_engine_run_backward")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def rounded(size: int) -> int:
-    """Bytes that an allocation of `size` takes."""
-    return -(-size // ROUNDED) * ROUNDED
 
 
 @dataclass(slots=True)
@@ -90,7 +92,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         born = tuple(self._new(tensor) for tensor in _tensors(out))
         if any(number >= 0 for number in born):
-            self._log.append((str(func), self.phase, tuple(n for n in born if n >= 0)))
+            name = _JOINED if func is _ADD and _asked_by_autograd() else str(func)
+            self._log.append((name, self.phase, tuple(n for n in born if n >= 0)))
         return out
 
     def adopt(self, tensors: Iterable[Tensor], kind: str, size: int | None = None) -> None:
@@ -107,6 +110,14 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._blocks[number].kind = kind
         if born:
             self._log.append(("adopt", self.phase, tuple(born)))
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What is adopted inside is there from one moment on."""
+        before = len(self._log)
+        yield
+        born = tuple(number for _, _, numbers in self._log[before:] for number in numbers)
+        self._log[before:] = [("adopt", self.phase, born)]
 
     def claim(self, kind: str, *, born: str | None = None) -> None:
         """Say what everything is that is alive, has no class yet, and was born in phase `born`."""
@@ -131,11 +142,12 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         freed = iter(self._freed)
         following = next(freed, None)
         for i, (op, phase, born) in enumerate(self._log):
-            while following is not None and following[0] <= i:
-                now[self._kind(following[1])] -= self._blocks[following[1]].size
-                following = next(freed, None)
             for number in born:
                 now[self._kind(number)] += self._blocks[number].size
+            until = i + 1 if op == _JOINED else i
+            while following is not None and following[0] <= until:
+                now[self._kind(following[1])] -= self._blocks[following[1]].size
+                following = next(freed, None)
             yield Moment(op, phase, +now)
 
     def _kind(self, number: int) -> str:
@@ -153,7 +165,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._known:
             return -1
         number = len(self._blocks)
-        size = rounded(storage.nbytes() if size is None else size)
+        size = in_blocks(storage.nbytes() if size is None else size)
         self._blocks.append(_Block(size, self.phase, usual=self.usual))
         self._known[key] = weakref.ref(storage, lambda _: self._free(key, number)), number
         self.total += size
@@ -163,6 +175,22 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._known[key]
         self.total -= self._blocks[number].size
         self._freed.append((len(self._log), number))
+
+
+def _asked_by_autograd() -> bool:
+    """Whether the engine itself runs this operation, not the backward pass of a function."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _names(frame) != _ENGINE and _is_torch(frame):
+        frame = frame.f_back
+    return _names(frame) == _ENGINE
+
+
+def _names(frame: FrameType) -> tuple[str, str]:
+    return Path(frame.f_code.co_filename).name, frame.f_code.co_name
+
+
+def _is_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
 
 
 def _is_wrapper(kind: type) -> bool:

@@ -1,4 +1,4 @@
-"""Memory as people write it, and as plans print it: 24GiB, 80 GB, a card's name."""
+"""Memory as people write it, as plans print it (24GiB, 80 GB, a card's name), and in blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from hirank.errors import HirankError
 
-__all__ = ["CARDS", "gib", "read_memory"]
+__all__ = ["CARDS", "gib", "in_blocks", "read_memory"]
 
 _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -56,6 +56,25 @@ def _no_memory(text: str, name: str) -> str:
 
 def _spelt(unit: str) -> str:
     return unit.upper().replace("IB", "iB")
+
+
+_MIB = 2**20
+
+
+def in_blocks(size: int) -> int:
+    """Bytes that PyTorch's allocator counts for a tensor of `size`, one of several of that size.
+
+    Multiples of 512. Above 1 MiB tensors share segments of 20 MiB, from 10 MiB on each has its own
+    of whole 2 MiB. What is over in a segment is split off, but for a rest of up to 1 MiB, which
+    stays with the last tensor in it.
+    """
+    size = -(-size // 512) * 512
+    if size <= _MIB:
+        return size
+    segment = 20 * _MIB if size < 10 * _MIB else -(-size // (2 * _MIB)) * 2 * _MIB
+    fitting = segment // size
+    over = segment - fitting * size
+    return size + over // fitting if over <= _MIB else size
 
 
 def gib(size: float) -> str:

@@ -12,10 +12,10 @@ from dataclasses import replace
 from hirank.optim import costs
 from hirank.optim.hyper import Hyper
 from hirank.optim.published import PUBLISHED
-from hirank.plan.block import Part
+from hirank.plan.block import Part, rest_of
 from hirank.plan.inventory import Matrix, Shape
 from hirank.plan.setting import BYTES, Setting
-from hirank.plan.targets import adapted, stream_bytes, trained_bytes
+from hirank.plan.targets import adapted, adapts_experts, stream_bytes, trained_bytes
 
 __all__ = [
     "adapter_numbers",
@@ -42,16 +42,19 @@ def weight_parts(s: Setting, m: Shape) -> Iterator[tuple[str, Part]]:
     """(class, bytes) of the base as it lies on the GPU, buffers aside."""
     packed = {matrix.name for matrix in m.linears} if s.is_quantised else set()
     in_8_bits = _int8_names(s, m)
-    plain = sum(x.size for x in m.matrices() if x.name not in packed | in_8_bits)
-    each = stream_bytes(s)
-    yield "weights", Part(plain, f"{plain:,} weights x {each} bytes")._replace(size=plain * each)
+    whole = [x for x in m.matrices() if x.name not in packed | in_8_bits]
+    plain, each = sum(x.size for x in whole), stream_bytes(s)
+    rest = rest_of(*((x.count, x.each * each) for x in whole))
+    yield "weights", Part(plain * each, f"{plain:,} weights x {each} bytes", rest)
     if packed:
         size = sum(x.count * nf4_bytes(x.each) for x in m.linears)
         count = sum(x.size for x in m.linears)
-        yield "quantised weights", Part(size, f"{count:,} weights in NF4: 4.127 bits each")
+        rest = rest_of(*((x.count, -(-x.each // 2)) for x in m.linears))
+        yield "quantised weights", Part(size, f"{count:,} weights in NF4: 4.127 bits each", rest)
     if in_8_bits:
         size = sum(x.count * costs.int8_weight_cost(x.each) for x in m.linears)
-        yield "quantised weights", Part(size, "weights of linears in int8: 8.25 bits each")
+        rest = rest_of(*((x.count, x.each) for x in m.linears if x.name in in_8_bits))
+        yield "quantised weights", Part(size, "weights of linears in int8: 8.25 bits each", rest)
 
 
 def _int8_names(s: Setting, m: Shape) -> set[str]:
@@ -72,7 +75,7 @@ def adapter_numbers(s: Setting, m: Shape) -> tuple[int, int]:
 def _expert_sizes(s: Setting, m: Shape) -> list[int]:
     """Numbers in each A and B of the experts of one block, which PEFT adapts with all-linear: the
     joint gate and up at twice the rank, for each expert, and the router."""
-    if not m.experts or s.targets != "all-linear" or not s.is_adapter or s.has_gains:
+    if not adapts_experts(s, m):
         return []
     r, e, h, i = s.rank, m.experts, m.hidden, m.expert_size
     return [2 * r * e * h, 2 * i * 2 * r * e, r * e * i, h * r * e, r * h, e * r]
@@ -85,7 +88,8 @@ def adapter_parts(s: Setting, m: Shape) -> Iterator[tuple[str, Part]]:
         return
     each = BYTES[s.adapter_dtype]
     ranks = f"r (in + out) = {low:,} numbers x {each} bytes"
-    yield "adapters", Part(low * each, ranks)
+    rest = rest_of(*((n, numbers * width) for n, numbers, width in _trained_sizes(s, m)))
+    yield "adapters", Part(low * each, ranks, rest)
     if magnitudes:
         yield "adapters", Part(4 * magnitudes, f"magnitudes: {magnitudes:,} x 4 bytes")
         if s.method != "dora-peft":
@@ -107,11 +111,13 @@ def gradient_parts(s: Setting, m: Shape) -> Part:
         low, magnitudes = adapter_numbers(s, m)
         each = BYTES[s.adapter_dtype]
         text = f"{low:,} x {each} + {magnitudes:,} x 4 bytes"
-        return Part(low * each + 4 * magnitudes, text)
+        rest = rest_of(*((n, numbers * width) for n, numbers, width in _trained_sizes(s, m)))
+        return Part(low * each + 4 * magnitudes, text, rest)
     if s.step_in_backward:
         return _largest_alone(s, m)
     each = trained_bytes(s)
-    return Part(m.parameters * each, f"{m.parameters:,} x {each} bytes")
+    rest = rest_of(*((n, numbers * each) for n, numbers, _ in _trained_sizes(s, m)))
+    return Part(m.parameters * each, f"{m.parameters:,} x {each} bytes", rest)
 
 
 def _largest_alone(s: Setting, m: Shape) -> Part:
@@ -152,7 +158,7 @@ def optimizer_parts(s: Setting, m: Shape) -> Part:
     total = sum(n * each * 2 * width for n, each, width in sizes)
     numbers = sum(n * each for n, each, _ in sizes)
     count = f"{numbers:,} x 2 moments, in the parameters' own dtype"
-    return Part(total, count)
+    return Part(total, count, 2 * rest_of(*((n, each * width) for n, each, width in sizes)))
 
 
 def _trained_sizes(s: Setting, m: Shape) -> Iterator[tuple[int, int, int]]:

@@ -53,7 +53,9 @@ class Run:
             if setting.checkpointing:
                 self._checkpoint()
             self.optimizer = optimizer(setting, model)
-            self._adopt()
+            with self.live.at_once():
+                self._adopt()
+            self.live.phase = "between"
         self.trained = [p for p in model.parameters() if p.requires_grad]
         for p in self.trained:
             p.register_post_accumulate_grad_hook(self._has_gradient)
@@ -91,7 +93,6 @@ class Run:
             if id(p) not in known:
                 self.live.adopt([p], self._class_of(p))
         self.live.adopt(self.model.buffers(), "weights")
-        self.live.phase = "between"
 
     def _class_of(self, p: Tensor) -> str:
         if isinstance(p, Int8Weight):

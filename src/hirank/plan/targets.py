@@ -9,7 +9,7 @@ from hirank.errors import HirankError
 from hirank.plan.inventory import Matrix, Shape
 from hirank.plan.setting import BYTES, Setting
 
-__all__ = ["adapted", "compute_bytes", "stream_bytes", "trained_bytes"]
+__all__ = ["adapted", "adapts_experts", "compute_bytes", "stream_bytes", "trained_bytes"]
 
 
 def adapted(setting: Setting, shape: Shape) -> tuple[Matrix, ...]:
@@ -52,6 +52,12 @@ def _check_known(targets: tuple[str, ...], names: list[str], shape: Shape) -> No
                 f"The target {target!r} is no linear layer of {shape.name}, which has "
                 f"{', '.join(names)}{hint}."
             )
+
+
+def adapts_experts(setting: Setting, shape: Shape) -> bool:
+    """Whether PEFT adapts experts and router too: under all-linear, and not for DoRA."""
+    wanted = setting.targets == "all-linear" and setting.is_adapter and not setting.has_gains
+    return bool(shape.experts) and wanted
 
 
 def compute_bytes(setting: Setting) -> int:

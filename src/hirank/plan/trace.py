@@ -1,7 +1,8 @@
 """Peak memory from a trace: the real code, run for a step on tensors without numbers.
 
 Two shallow models are traced and what they need is continued to the model's depth, see `depth.py`.
-What is counted are tensors. The workspaces of kernels are not, nor what a solver needs on its way.
+What is counted are tensors and cuBLAS's workspaces; those of kernels are not, nor what a solver
+needs on its way.
 Flash attention is taken to save what SDPA saves: its output and a number for each row.
 """
 
@@ -22,10 +23,10 @@ from hirank.plan.depth import peaks, peaks_at
 from hirank.plan.faked import faking, give_fakes
 from hirank.plan.find import find_config
 from hirank.plan.gpu import as_here, as_on_gpu
-from hirank.plan.ledger import Ledger
+from hirank.plan.ledger import WORKSPACES, Ledger
 from hirank.plan.live import Moment
 from hirank.plan.setting import Setting
-from hirank.plan.step import Run
+from hirank.plan.step import TEMPORARY, Run
 from hirank.plan.subject import build, check_traceable, depth_of, optimizer_for, with_depth
 
 __all__ = ["moments_of", "trace", "trace_of"]
@@ -56,11 +57,12 @@ def trace(setting: Setting, config: Any, *, gpu: bool = True) -> Ledger:
     """
     check_traceable(setting)
     depth = depth_of(config)
+    spaces = WORKSPACES if gpu else 0
     if depth <= 2:
-        return _ledger(setting, peaks(moments_of(setting, config, gpu)))
+        return _ledger(setting, peaks(moments_of(setting, config, gpu)), spaces)
     depths = _depths(config)
     small, large = (moments_of(setting, with_depth(config, d), gpu) for d in depths)
-    return _ledger(setting, peaks_at(depth, small, large, depths))
+    return _ledger(setting, peaks_at(depth, small, large, depths), spaces)
 
 
 def trace_of(setting: Setting) -> Ledger:
@@ -130,7 +132,8 @@ def _steps(run: Run) -> None:
         run.evaluate()
 
 
-def _ledger(setting: Setting, found: dict[str, Moment]) -> Ledger:
+def _ledger(setting: Setting, found: dict[str, Moment], spaces: int) -> Ledger:
+    """`spaces`: bytes of libraries, from the first product on."""
     phases: dict[str, Counter[str]] = {}
     for phase, moment in found.items():
         name = _PHASES.get(phase)
@@ -138,4 +141,6 @@ def _ledger(setting: Setting, found: dict[str, Moment]) -> Ledger:
             continue
         if name not in phases or moment.total > phases[name].total():
             phases[name] = moment.kinds
+    for name, kinds in phases.items():
+        kinds[TEMPORARY] += 0 if name == "load" else spaces
     return Ledger({name: dict(+kinds) for name, kinds in phases.items()})

@@ -16,6 +16,7 @@ from hirank.errors import HirankError
 from hirank.plan.calibration import Measured, calibration_file, facts_of, remember
 from hirank.plan.closed import closed_form
 from hirank.plan.inventory import KNOWN, read_shape
+from hirank.plan.ledger import ESTIMATED, Overhead
 from hirank.plan.setting import Setting
 from hirank.plan.sizes import gib
 from hirank.train.run import PACKAGES, versions
@@ -85,7 +86,8 @@ def plan_run(
     try:
         shape = read_shape(settings, config.model.name)
         setting = setting_of(config, longest, gpu=device.type == "cuda")
-        ledger = closed_form(setting, shape)
+        on_top = ESTIMATED if device.type == "cuda" else Overhead(workspaces=0)
+        ledger = closed_form(setting, shape, on_top)
     except HirankError:  # what a plan cannot see is no reason to refuse a run
         return None
     return Planned(
