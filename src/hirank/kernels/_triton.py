@@ -144,48 +144,31 @@ class Launcher:
             self._kernel[grid](*tensors, *numbers, *constants, **options)
             return
         device = first.get_device()
-        if device == torch._C._cuda_getDevice():
-            self._launch(device, grid, tensors, numbers, constants, options)
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self(grid, tensors, numbers, constants, **options)
             return
-        with torch.cuda.device(device):
-            self._launch(device, grid, tensors, numbers, constants, options)
-
-    def _launch(
-        self,
-        device: int,
-        grid: tuple[int, int, int],
-        tensors: Sequence[Tensor],
-        numbers: tuple[float, ...],
-        constants: tuple[Any, ...],
-        options: dict[str, int],
-    ) -> None:
         pointers = tuple(map(_address_of, tensors))
-        skew = _EVEN if not reduce(or_, pointers) & 15 else tuple(p & 15 for p in pointers)
-        look = (
-            device, numbers, constants, skew, *options.values(), *map(_dtype_of, tensors)
-        )  # fmt: skip
+        skew = tuple(p & 15 for p in pointers) if reduce(or_, pointers) & 15 else None
+        look = device, numbers, constants, skew, *options.values(), *map(_dtype_of, tensors)
         compiled = self._compiled.get(look)
         if compiled is None:
-            if len(self._compiled) >= self._KEPT:
-                self._compiled.clear()
-            self._compiled[look] = self._kernel[grid](*tensors, *numbers, *constants, **options)
-            return
-        if _listened_to():
-            compiled[grid](*pointers, *numbers, *constants)
-            return
-        compiled.run(  # what compiled[grid] comes to when nobody listens
-            *grid, torch._C._cuda_getCurrentRawStream(device), compiled.function,
-            compiled.packed_metadata, None, None, None, *pointers, *numbers, *constants,
-        )  # fmt: skip
+            self._keep(look, self._kernel[grid](*tensors, *numbers, *constants, **options))
+        elif _HOOKS.launch_enter_hook.calls or _HOOKS.launch_exit_hook.calls:
+            compiled[grid](*pointers, *numbers, *constants)  # a profiler wants to be told
+        else:
+            compiled.run(  # what compiled[grid] comes to when nobody listens
+                *grid, torch._C._cuda_getCurrentRawStream(device), compiled.function,
+                compiled.packed_metadata, None, None, None, *pointers, *numbers, *constants,
+            )  # fmt: skip
+
+    def _keep(self, look: Any, compiled: Any) -> None:
+        if len(self._compiled) >= self._KEPT:
+            self._compiled.clear()
+        self._compiled[look] = compiled
 
 
+_HOOKS: Any = triton.knobs.runtime if HAS_TRITON else None
 # by C alone: these two are asked of every tensor of every launch
 _address_of = torch._C.TensorBase.data_ptr
 _dtype_of = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
-_EVEN = ()  # all pointers on whole 16 bytes
-
-
-def _listened_to() -> bool:
-    """Whether a profiler wants to be told of launches."""
-    hooks = triton.knobs.runtime
-    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
