@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # The commands behind the tables of one H200, most important first; about 15 minutes in all.
-#   bash benchmarks/h200.sh [1 2 3 4 5]  parts to run (without numbers 1 2 3); adds to
-#                                        benchmarks/results/
-# COMMIT=<hash> where git cannot tell; TEXT=<file> is the prose that `convergence` learns from.
+#   bash benchmarks/h200.sh [1 2 3 4 5 6]  parts to run (without numbers 1 2 3)
+# COMMIT=<hash> where git cannot tell; RESULTS=<folder> instead of benchmarks/results; TEXT=<file> is
+# the prose that models learn from (benchmarks/prose.py makes it); ARMS="<arm> ..." are those that
+# parts 5 and 6 learn with, so that several GPUs may share them. A row is there when its arm is done.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bench() { python -m hirank.bench "$@" ${COMMIT:+--commit "$COMMIT"}; }
+RESULTS=${RESULTS:-benchmarks/results}
+bench() { python -m hirank.bench "$@" --out "$RESULTS" ${COMMIT:+--commit "$COMMIT"}; }
 
 STEP="model --model qwen3-8b --seq 4096"
 ONE="$STEP --accumulation 1 --optimizer off"
@@ -44,11 +46,25 @@ part4() {  # all weights of a 7B: memory and seconds of a step; the last line ta
   bench $SEVEN --arms adamw-8bit,hirank-galore,hirank-qgalore --repeats 20 --stagger on
   bench $SEVEN --model llama-7b --arms galore-torch-8bit --repeats 3 --refreshes 0
 }
-part5() {  # a Llama of 60M learns a text with each optimiser; then learning rates of its neighbours
-  local run="pretrain --text ${TEXT:-prose.txt} --vocab 8192 --hidden 512 --layers 8 --heads 8"
-  run+=" --seq 256 --batch 64 --rank 128 --gap 200"
-  bench $run --steps 2000
-  bench $run --steps 2000 --arms adamw --adamw-lr 0.001,0.005
+
+OURS="hirank-galore hirank-galore-two hirank-qgalore hirank-fira hirank-apollo"
+ARMS=${ARMS:-adamw galore-torch $OURS}
+LEARN="pretrain --text ${TEXT:-prose.txt} --vocab 8192 --hidden 512 --layers 8 --heads 8 --seq 256"
+LEARN+=" --batch 64 --rank 128 --gap 200"
+SHORT=400
+
+part5() {  # a small Llama learns a text: the learning rate of each arm, three short runs an arm
+  for arm in $ARMS; do
+    case $arm in
+      adamw) bench $LEARN --steps $SHORT --arms $arm --adamw-lr 0.001,0.0025,0.005 ;;
+      *) bench $LEARN --steps $SHORT --arms $arm --lr 0.005,0.01,0.02 ;;
+    esac
+  done
+}
+part6() {  # the same for 33 million tokens, each arm with the learning rate that part 5 found best
+  for arm in $ARMS; do
+    bench $LEARN --steps 2000 --arms $arm $(python benchmarks/best_lr.py "$RESULTS" $arm $SHORT)
+  done
 }
 
 for part in "${@:-1 2 3}"; do for one in $part; do "part$one"; done; done

@@ -69,10 +69,14 @@ def test_the_held_out_end_is_never_learnt():
     assert highest < 100
 
 
-def test_byte_pairs_give_the_text_back():
+def test_byte_pairs_give_the_text_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(suite.tempfile, "gettempdir", lambda: str(tmp_path))
     pairs = suite._tokens(Pretrain(text=TEXT, vocab=300))
     plain = suite._tokens(Pretrain(text=TEXT))
     assert len(pairs) < len(plain) and int(pairs.max()) < 300
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(suite, "_learnt_tokens", None)  # the second time they are there
+    assert torch.equal(suite._tokens(Pretrain(text=TEXT, vocab=300)), pairs)
 
 
 def test_state_of_a_foreign_optimiser_is_counted():

@@ -9,9 +9,13 @@ differs is the optimiser; Q-GaLore's are int8.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,7 @@ from hirank.optim.presets import Apollo, Fira, GaLoreAdamW, QGaLoreAdamW
 
 __all__ = ["ARMS", "run"]
 
-_EVAL_ROWS, _CURVE = 256, 100
+_EVAL_ROWS, _CURVE, _SAID = 256, 100, 100
 _LOWEST, _WARMUP = 0.1, 0.1
 
 Make = Callable[[nn.Module, Pretrain], torch.optim.Optimizer]
@@ -115,6 +119,8 @@ def _trained(
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+        if len(losses) % _SAID == 0:
+            session.say(f"{name} {len(losses)}/{settings.steps}: loss {float(losses[-1]):.3f}")
     curve = torch.stack(losses).tolist()
     seconds = time.perf_counter() - start
     return _facts(optimizer) | {
@@ -215,7 +221,22 @@ def _tokens(settings: Pretrain) -> Tensor:
         raise HirankError(f"--text got {settings.text!r}: give a text file to learn from.")
     if settings.vocab == 256:
         return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
-    return torch.tensor(_learnt_tokens(path, settings.vocab))
+    return _once(path, settings.vocab)
+
+
+def _once(path: Path, vocab: int) -> Tensor:
+    """The tokens, from the temporary folder if an earlier run of the same text left them there: arms
+    are best run one a command, so that a run that is killed loses one."""
+    key = hashlib.sha256(path.read_bytes() + f"{vocab} {version('tokenizers')}".encode())
+    kept = Path(tempfile.gettempdir()) / f"hirank-tokens-{key.hexdigest()[:20]}.pt"
+    if kept.is_file():
+        found: Tensor = torch.load(kept, weights_only=True)
+        return found.long()
+    made = torch.tensor(_learnt_tokens(path, vocab), dtype=torch.int32)
+    draft = kept.with_suffix(f".{os.getpid()}")
+    torch.save(made, draft)
+    draft.replace(kept)
+    return made.long()
 
 
 def _learnt_tokens(path: Path, vocab: int) -> Sequence[int]:
