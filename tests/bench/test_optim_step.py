@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from hirank.bench import optim_gate, optim_step
+from hirank.bench import optim_gate, optim_loss, optim_step
 from hirank.bench.optim_memory import LivePeak, peak_of, state_bytes, weight_bytes
 from hirank.bench.optim_rivals import PerLayer, galore_torch_8bit
 from hirank.bench.options import BAD_INPUT, DISAGREES, main
 from hirank.bench.record import read
+from hirank.bench.settings import Optim
 from hirank.errors import HirankError
 from hirank.optim.presets import GaLoreAdamW
 from hirank.optim.weights import cost, quantize_weights
@@ -135,3 +136,18 @@ def test_optimisers_of_single_parameters_step_in_backward():
     layers.step()
     layers.zero_grad()
     assert not torch.equal(before, model.weight) and model.weight.grad is None
+
+
+def test_the_loss_by_chunks_is_the_models_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(optim_loss, "CHUNK", 8)
+    settings = Optim(model="tiny", layers=1, checkpointing=False)
+    model = optim_step._model(settings, torch.device("cpu")).double()
+    ids = torch.randint(0, 200, (2, 17))
+    found = []
+    for loss in (model(input_ids=ids, labels=ids).loss, optim_loss.next_token_loss(model, ids)):
+        model.zero_grad()
+        (2 * loss).backward()
+        found.append((loss.detach(), [p.grad.clone() for p in model.parameters()]))
+    assert found[0][0] == pytest.approx(float(found[1][0]), rel=1e-6)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert (one - other).norm() <= 1e-5 * one.norm()

@@ -1,26 +1,26 @@
-"""Adam on int8 moments and the way back to int8 weights: launches round as the reference does."""
-
-import sys
-from pathlib import Path
+"""Adam on int8 moments and moves of rounded weights: launches round as the reference does."""
 
 import pytest
 import torch
 
+from hirank.kernels._noise import random_bits_ref, uniform_ref
 from hirank.kernels.blockquant import BLOCK, dequantize_affine, dequantize_power, quantize_affine
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "trials"))  # it is a trial
-from galore_step import (
+from hirank.kernels.galore_step import (
     Adam,
     Blocks,
     Moments,
+    Move,
     adam_int8_,
     adam_int8_ref_,
-    back_int8_,
-    back_int8_ref_,
+    move_bf16_,
+    move_bf16_ref_,
+    move_int8_,
+    move_int8_ref_,
 )
 
 ADAM = Adam(0.9, 0.999, 1e-8, 1)
 SIZES = [1, 255, 256, 700, 2048]
+SEED = 2**61 + 12345
 
 
 def zeros(n: int, device: torch.device) -> Moments:
@@ -37,8 +37,8 @@ def copied(parts):
     return type(parts)(*(part.clone() for part in parts))
 
 
-def noise(n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.rand(n, device=device), torch.rand(n, device=device)
+def yes(device: torch.device) -> torch.Tensor:
+    return torch.ones((), dtype=torch.bool, device=device)
 
 
 def close_codes(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -47,16 +47,51 @@ def close_codes(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert apart.max() <= 1 and (apart > 0).sum() <= max(1, 0.002 * apart.numel())
 
 
+# Noise.
+
+
+def test_noise_is_uniform_and_of_no_other_seed_or_place(device: torch.device):
+    n = 100_000
+    one, other = uniform_ref(7, 0, n, device), uniform_ref(8, 0, n, device)
+    assert 0 <= one.min() and one.max() < 1
+    assert one.mean() == pytest.approx(0.5, abs=0.005) and one.var() == pytest.approx(
+        1 / 12, abs=0.002
+    )
+    for shift in (0, 1, 256):
+        both = torch.stack([one[shift:], other[: n - shift]])
+        assert torch.corrcoef(both)[0, 1].abs() < 0.015
+        if shift:
+            both = torch.stack([one[shift:], one[: n - shift]])
+            assert torch.corrcoef(both)[0, 1].abs() < 0.015
+
+
+def test_every_bit_of_the_noise_is_a_coin(device: torch.device):
+    bits = random_bits_ref(SEED, 0, 50_000, device)
+    shares = torch.stack([(bits >> i & 1).float().mean() for i in range(32)])
+    assert (shares - 0.5).abs().max() < 0.012
+
+
+def test_a_piece_draws_what_the_whole_draws(device: torch.device):
+    whole = random_bits_ref(SEED, 0, 1000, device)
+    assert torch.equal(whole[256:], random_bits_ref(SEED, 256, 744, device))
+    assert torch.equal(whole.cpu(), random_bits_ref(SEED, 0, 1000, torch.device("cpu")))
+    assert whole.unique().numel() == 1000
+    far = random_bits_ref(SEED, 2**31 - 8, 16, device)  # places past 31 bits go on
+    assert torch.equal(far[8:], random_bits_ref(SEED, 2**31, 8, device))
+
+
+# Adam.
+
+
 @pytest.mark.parametrize("n", SIZES)
 def test_moments_and_direction_are_the_references(n: int, device: torch.device):
     ours = zeros(n, device)
     theirs = copied(ours)
-    ok = torch.ones((), dtype=torch.bool, device=device)
     for age in range(1, 4):
         grad = torch.randn(n, device=device) * torch.logspace(-3, 3, n, device=device)
-        draw, adam = noise(n, device), ADAM._replace(age=age)
-        a = adam_int8_(grad, ours, draw, ok, adam)
-        b = adam_int8_ref_(grad, theirs, draw, ok, adam)
+        rest = (yes(device), ADAM._replace(age=age), SEED + 2 * age, 512)
+        a = adam_int8_(grad, ours, *rest)
+        b = adam_int8_ref_(grad, theirs, *rest)
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         close_codes(ours.first, theirs.first)
         close_codes(ours.second, theirs.second)
@@ -67,91 +102,143 @@ def test_moments_and_direction_are_the_references(n: int, device: torch.device):
 
 def test_the_direction_is_adams_in_fp64(device: torch.device):
     """The first step, where the moments hold nothing yet: no rounding comes in."""
-    grad, ok = torch.randn(600, device=device), torch.tensor(True, device=device)
-    got = adam_int8_(grad, zeros(600, device), noise(600, device), ok, ADAM)
+    grad = torch.randn(600, device=device)
+    got = adam_int8_(grad, zeros(600, device), yes(device), ADAM, SEED)
     wide = grad.double()
     torch.testing.assert_close(got.double(), wide / (wide.abs() + 1e-8), rtol=1e-5, atol=1e-6)
 
 
+def test_16_bits_in_and_out(device: torch.device):
+    grad = torch.randn(3, 300, device=device).bfloat16()
+    ours, theirs = zeros(900, device), zeros(900, device)
+    got = adam_int8_(grad, ours, yes(device), ADAM, SEED, dtype=torch.bfloat16)
+    wide = adam_int8_(grad.float(), theirs, yes(device), ADAM, SEED)
+    assert got.dtype == torch.bfloat16 and got.shape == (3, 300)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert (got.float() - wide).norm() < 2**-7 * wide.norm()
+
+
+def test_a_piece_steps_as_the_whole_does(device: torch.device):
+    grad, whole, parts = torch.randn(1024, device=device), zeros(1024, device), zeros(1024, device)
+    out = adam_int8_(grad, whole, yes(device), ADAM, SEED)
+    for i in (0, 512):
+        piece = Moments(
+            parts.first[i : i + 512],
+            parts.first_max[i // BLOCK : i // BLOCK + 2],
+            parts.second[i : i + 512],
+            parts.second_max[i // BLOCK : i // BLOCK + 2],
+        )
+        got = adam_int8_(grad[i : i + 512], piece, yes(device), ADAM, SEED, i)
+        assert torch.equal(got, out[i : i + 512])
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
 def test_moments_are_right_on_average(device: torch.device):
-    """The same block many times over, each with noise of its own."""
+    """The same block many times over, each at places of its own."""
     block, times = torch.randn(BLOCK, device=device), 200
     moments = zeros(times * BLOCK, device)
-    ok = torch.tensor(True, device=device)
-    adam_int8_(block.repeat(times), moments, noise(times * BLOCK, device), ok, ADAM)
+    adam_int8_(block.repeat(times), moments, yes(device), ADAM, SEED)
     mean = dequantize_power(moments.first, moments.first_max, 2).view(times, BLOCK).mean(0)
     assert (mean - 0.1 * block).norm() < 0.01 * (0.1 * block).norm()
+    mean = dequantize_power(moments.second, moments.second_max, 4).view(times, BLOCK).mean(0)
+    truth = 0.001 * block.square()
+    assert (mean - truth).norm() < 0.01 * truth.norm()
 
 
 def test_a_step_that_is_not_ok_changes_nothing(device: torch.device):
-    grad, ok = torch.randn(700, device=device), torch.tensor(True, device=device)
-    moments = zeros(700, device)
-    adam_int8_(grad, moments, noise(700, device), ok, ADAM)
+    grad, moments = torch.randn(700, device=device), zeros(700, device)
+    adam_int8_(grad, moments, yes(device), ADAM, SEED)
     before = copied(moments)
     poisoned = grad.clone()
     poisoned[5] = float("nan")
-    out = adam_int8_(poisoned, moments, noise(700, device), ~ok, ADAM._replace(age=2))
+    out = adam_int8_(poisoned, moments, ~yes(device), ADAM._replace(age=2), SEED)
     assert (out == 0).all()
     assert all(torch.equal(a, b) for a, b in zip(before, moments, strict=True))
 
 
 def test_a_second_moment_never_becomes_zero(device: torch.device):
     grad = torch.full((256,), 1e-6, device=device)
-    grad[0], ok = 1.0, torch.tensor(True, device=device)
+    grad[0] = 1.0
     moments = zeros(256, device)
-    adam_int8_(grad, moments, noise(256, device), ok, ADAM)
+    adam_int8_(grad, moments, yes(device), ADAM, SEED)
     assert (moments.second > 0).all()
 
 
-def weight(m: int, n: int, device: torch.device) -> Blocks:
-    return Blocks(*quantize_affine(0.02 * torch.randn(m, n, device=device), 8))
+# Weights.
+
+
+def weight(n: int, device: torch.device) -> Blocks:
+    return Blocks(*quantize_affine(0.02 * torch.randn(n, device=device), 8))
 
 
 def widened(blocks: Blocks) -> torch.Tensor:
     return dequantize_affine(*blocks, blocks.codes.numel(), 8, torch.float32)
 
 
-@pytest.mark.parametrize("shape", [(3, 256), (17, 512), (32, 768), (5, 100)], ids=str)
-@pytest.mark.parametrize("rank", [1, 8, 40])
+@pytest.mark.parametrize("n", [*SIZES, 5000])
 @pytest.mark.parametrize("step", [1e-5, 1e-2])
-def test_the_way_back_is_the_references(shape, rank: int, step: float, device: torch.device):
-    (m, n), ours = shape, weight(*shape, device)
-    theirs = copied(ours)
-    a, b = torch.randn(m, rank, device=device), torch.randn(rank, n, device=device)
-    draw = torch.rand(m * n, device=device)
-    back_int8_(ours, a, b, draw, step=step, keep=0.999)
-    back_int8_ref_(theirs, a, b, draw, step=step, keep=0.999)
+@pytest.mark.parametrize("keep", [None, 0.999])
+def test_int8_weights_move_as_the_references(n: int, step: float, keep, device: torch.device):
+    ours = weight(n, device)
+    theirs, delta = copied(ours), torch.randn(n, device=device)
+    kept = None if keep is None else torch.tensor(keep, device=device)
+    move = Move(step, kept, SEED, 256)
+    move_int8_(ours, delta, move)
+    move_int8_ref_(theirs, delta, move)
     torch.testing.assert_close(ours.scale, theirs.scale, rtol=1e-4, atol=1e-8)
     torch.testing.assert_close(ours.low, theirs.low, rtol=1e-4, atol=1e-7)
     close_codes(ours.codes, theirs.codes)
 
 
-def test_weights_move_by_the_product_on_average(device: torch.device):
-    """The same row many times over; steps of a third of a code."""
+def test_int8_weights_move_by_the_change_on_average(device: torch.device):
+    """The same block many times over; steps of a third of a code."""
     times, step = 200, 3e-4
-    row = weight(1, BLOCK, device)
+    row, delta = weight(BLOCK, device), torch.randn(BLOCK, device=device)
     moved = Blocks(row.codes.repeat(times), row.scale.repeat(times), row.low.repeat(times))
-    a, b = torch.randn(1, 2, device=device), torch.randn(2, BLOCK, device=device)
-    back_int8_(moved, a.repeat(times, 1), b, torch.rand(times * BLOCK, device=device), step=step)
+    move_int8_(moved, delta.repeat(times), Move(step, None, SEED))
     change = (widened(moved).view(times, BLOCK) - widened(row)).mean(0).double()
-    truth = -step * (a.double() @ b.double()).view(-1)
+    truth = -step * delta.double()
     assert (change - truth).norm() < 0.2 * truth.norm()
     assert float((change @ truth) / (truth @ truth)) == pytest.approx(1, abs=0.05)
 
 
-def test_no_step_keeps_every_code(device: torch.device):
-    start = weight(64, 512, device)
+def test_no_change_keeps_every_code(device: torch.device):
+    start = weight(5000, device)
     kept = copied(start)
-    zero = torch.zeros(64, 4, device=device)
-    back_int8_(kept, zero, torch.randn(4, 512, device=device), torch.rand(64 * 512), step=1.0)
+    move_int8_(kept, torch.zeros(5000, device=device), Move(1.0, None, SEED))
     assert torch.equal(start.codes, kept.codes) and torch.equal(start.scale, kept.scale)
 
 
-def test_shapes_that_do_not_fit_are_refused(device: torch.device):
-    with pytest.raises(ValueError, match="moments and noise of"):
-        ok = torch.tensor(True)
-        adam_int8_(torch.zeros(3), zeros(4, device), noise(3, device), ok, ADAM)
-    with pytest.raises(ValueError, match=r"give A \[m, r\]"):
-        back_int8_(
-            weight(2, 256, device), torch.ones(2, 3), torch.ones(4, 256), torch.ones(512), step=1
+@pytest.mark.parametrize("n", [1, 700, 5000])
+@pytest.mark.parametrize("keep", [None, 0.99])
+def test_bf16_weights_move_as_the_references(n: int, keep, device: torch.device):
+    ours = torch.randn(n, device=device).bfloat16()
+    theirs, delta = ours.clone(), torch.randn(n, device=device)
+    kept = None if keep is None else torch.tensor(keep, device=device)
+    move_bf16_(ours, delta, Move(1e-3, kept, SEED, 256))
+    move_bf16_ref_(theirs, delta, Move(1e-3, kept, SEED, 256))
+    apart = ours != theirs
+    assert apart.sum() <= max(1, 0.002 * n)
+    assert (ours.float() - theirs.float()).norm() <= 2**-8 * theirs.float().norm()
+
+
+def test_bf16_weights_move_by_the_change_on_average(device: torch.device):
+    times = 2000
+    row, delta = torch.randn(8, device=device).bfloat16(), torch.randn(8, device=device)
+    moved = row.repeat(times)
+    move_bf16_(moved, delta.repeat(times), Move(1e-3, None, SEED))
+    change = (moved.view(times, 8).double() - row.double()).mean(0)
+    assert float(change @ delta.double() / delta.double().square().sum()) == pytest.approx(
+        -1e-3, rel=0.1
+    )
+
+
+def test_sizes_that_do_not_fit_are_refused(device: torch.device):
+    with pytest.raises(ValueError, match="moments of"):
+        adam_int8_(torch.zeros(3, device=device), zeros(4, device), yes(device), ADAM, SEED)
+    with pytest.raises(ValueError, match="3 changes for 512 weights"):
+        move_int8_(weight(512, device), torch.ones(3, device=device), Move(1.0, None, SEED))
+    with pytest.raises(ValueError, match="3 changes for 4 weights"):
+        move_bf16_(
+            torch.ones(4, dtype=torch.bfloat16), torch.ones(3, device=device), Move(1.0, None, SEED)
         )

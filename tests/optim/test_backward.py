@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hirank import Apollo, ApolloMini, Fira, GaLoreAdamW, HirankError, QGaLoreAdamW
+from hirank.kernels.galore_step import Blocks, Move
+from hirank.optim import weights as optim_weights
 from hirank.optim.weights import Int8Weight
 from optim.toys import data, everything, grads, loss, mlp, parameter, run_batches, same, weights
 from recorder import LiveBytes
@@ -74,13 +76,13 @@ def test_g04_accumulation_of_projections_is_exact(cls: type):
 
 def test_g02_int8_weights_are_requantised_once_a_step(monkeypatch: pytest.MonkeyPatch):
     updates: list[Tensor] = []
-    real = Int8Weight.store
+    real = optim_weights.move_int8_
 
-    def store(self: Int8Weight, span: slice, value: Tensor, noise: Tensor) -> None:
-        updates.append(value - self.widened(span))
-        real(self, span, value, noise)
+    def moved_int8_(weight: Blocks, delta: Tensor, move: Move) -> None:
+        updates.append(-move.step * delta)
+        real(weight, delta, move)
 
-    monkeypatch.setattr(Int8Weight, "store", store)
+    monkeypatch.setattr(optim_weights, "move_int8_", moved_int8_)
     for n in (1, 4):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))

@@ -23,6 +23,32 @@ def test_a_gpu_steps_as_a_cpu_does(options: dict):
     assert (moved[0] - moved[1]).norm() < 1e-3 * moved[0].norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int8_moments_are_rounded_as_on_a_cpu(dtype: torch.dtype):
+    """The same noise: only where the last bit decides may a code be another."""
+    moved = []
+    for device in ("cpu", "cuda"):
+        p = nn.Parameter(parameter(256, 384).detach().to(device))
+        optimizer = GaLoreAdamW([p], rank=32, gap=3, basis="svd", state="int8", scale=1.0)
+        run(optimizer, p, [g.to(dtype).to(device, torch.float32) for g in grads(5, 256, 384)])
+        moved.append(p.detach().cpu() - parameter(256, 384).detach())
+    assert (moved[0] - moved[1]).norm() < 0.02 * moved[0].norm()
+
+
+def test_a_step_in_8_bits_is_a_few_launches():
+    """Not one for every operation of Adam and of the rounding: a step was bound by the host so."""
+    p = nn.Parameter(0.01 * torch.randn(2048, 4096, device="cuda").bfloat16())
+    optimizer = GaLoreAdamW([p], rank=256, state="int8", weight_rounding="stochastic")
+    for _ in range(2):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        optimizer.step()
+        torch.cuda.synchronize()
+    launches = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launches) < 30, [e.name for e in launches]
+
+
 @pytest.mark.parametrize("cls", [GaLoreAdamW, Fira, Apollo])
 def test_bf16_gradients_give_nearly_the_fp32_step(cls: type):
     moved = []

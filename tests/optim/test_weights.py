@@ -77,32 +77,30 @@ def test_moving_is_right_on_average(size: float):
     """Steps of a hundredth of a code: to the nearest, nothing would ever move."""
     weight = linear().weight.detach()
     start, step = weight.widened(), size * float(weight.scale.mean())
-    draw, moves = torch.Generator().manual_seed(0), 400
-    for _ in range(moves):
-        move(weight, slice(0, 960), torch.full((960,), step), None, draw)
+    moves = 400
+    for seed in range(moves):
+        move(weight, slice(0, 960), torch.ones(960), step, None, seed)
     moved = (start - weight.widened()).mean()
     assert moved == pytest.approx(moves * step, rel=0.05)
 
 
 def test_what_does_not_move_is_not_rounded_again():
     weight = linear().weight.detach()
-    draw = torch.Generator().manual_seed(0)
     lone = torch.zeros(960)
     lone[:256] = weight.scale.max()  # moves past the extremes of the first block
-    for _ in range(3):
+    for seed in range(3):
         before = weight.widened().flatten()
-        move(weight, slice(0, 960), lone, None, draw)
+        move(weight, slice(0, 960), lone, 1.0, None, seed)
         assert (weight.widened().flatten()[256:] - before[256:]).abs().max() < 1e-6
 
 
 def test_bf16_weights_may_be_rounded_stochastically():
     weight = torch.ones(4096, dtype=torch.bfloat16)
-    draw = torch.Generator().manual_seed(0)
-    for _ in range(100):
-        move(weight, slice(0, 4096), torch.full((4096,), 1e-4), None, draw)
+    for seed in range(100):
+        move(weight, slice(0, 4096), torch.ones(4096), 1e-4, None, seed)
     assert weight.float().mean() == pytest.approx(0.99, abs=2e-4)
     stuck = torch.ones(4096, dtype=torch.bfloat16)
-    move(stuck, slice(0, 4096), torch.full((4096,), 1e-4), None, None)
+    move(stuck, slice(0, 4096), torch.ones(4096), 1e-4, None, None)
     assert (stuck == 1).all()
 
 

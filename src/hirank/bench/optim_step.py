@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from hirank.bench import arms as arms_
 from hirank.bench.compat import checkpoint_blocks
 from hirank.bench.optim_gate import Verdict, judged, ratios
+from hirank.bench.optim_loss import next_token_loss
 from hirank.bench.optim_memory import peak_of, state_bytes, weight_bytes
 from hirank.bench.optim_rivals import PerLayer, adamw_8bit, galore_torch_8bit
 from hirank.bench.session import Result, Session
@@ -122,8 +123,7 @@ class _Arm:
 
     def step(self) -> None:
         """Forward, backward and the optimiser."""
-        out: Any = self.model(input_ids=self.ids, labels=self.ids, use_cache=False)
-        out.loss.backward()
+        next_token_loss(self.model, self.ids).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
 

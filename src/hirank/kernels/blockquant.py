@@ -23,16 +23,23 @@ Cost       8 bits affine 8.25 bits a number, 4 bits affine 4.25, power 8.125.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hirank.kernels._block_sizes import BLOCK, affine_bytes, power_bytes
+from hirank.kernels._triton import direct, interpreting, jit, tl, triton
 
 __all__ = [
     "BLOCK",
     "affine_bytes",
     "dequantize_affine",
+    "dequantize_affine_ref",
     "dequantize_power",
+    "launchable",
+    "on_device",
     "power_bytes",
     "quantize_affine",
     "quantize_power",
@@ -107,10 +114,10 @@ def _rounded(ticks: Tensor, noise: Tensor | None) -> Tensor:
     return (ticks + noise.view(-1)).floor_()
 
 
-def dequantize_affine(
+def dequantize_affine_ref(
     codes: Tensor, scale: Tensor, low: Tensor, n: int, bits: int, dtype: torch.dtype
 ) -> Tensor:
-    """[n] numbers of `dtype`."""
+    """[n] numbers of `dtype`: computed in fp32, rounded once."""
     if bits == 4:
         codes = _unpacked(codes, n)
     short = -n % BLOCK
@@ -119,6 +126,53 @@ def dequantize_affine(
     # One pass from codes to `dtype`: computed in fp32, nothing of that size stored in fp32.
     torch.addcmul(low[:, None], whole.view(-1, BLOCK), scale[:, None], out=each)
     return each.view(-1)[:n]
+
+
+@jit
+def _widen_kernel(
+    out, codes, scale, low, n, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    o_block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_n = o_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask, blocks = o_n < n, o_block * BLOCK < n
+    b_scale = tl.load(scale + o_block, mask=blocks, other=0.0)[:, None]
+    b_low = tl.load(low + o_block, mask=blocks, other=0.0)[:, None]
+    if BITS == 8:
+        b_code = tl.load(codes + o_n, mask=mask, other=0).to(tl.float32)
+    else:
+        b_pair = tl.load(codes + o_n // 2, mask=mask, other=0).to(tl.int32)
+        b_code = ((b_pair >> ((o_n % 2) * 4).to(tl.int32)) & 15).to(tl.float32)
+    tl.store(out + o_n, (b_low + b_code * b_scale).to(out.dtype.element_ty), mask=mask)
+
+
+_WIDEN_ROWS = 16
+_WIDENED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dequantize_affine(
+    codes: Tensor, scale: Tensor, low: Tensor, n: int, bits: int, dtype: torch.dtype
+) -> Tensor:
+    """As `dequantize_affine_ref`, in one launch where Triton runs."""
+    if not launchable(codes) or dtype not in _WIDENED or n == 0:
+        return dequantize_affine_ref(codes, scale, low, n, bits, dtype)
+    out = torch.empty(n, dtype=dtype, device=codes.device)
+    with on_device(codes):
+        _widen_kernel[(triton.cdiv(n, _WIDEN_ROWS * BLOCK),)](
+            out, codes, scale, low, n, BITS=bits, ROWS=_WIDEN_ROWS, BLOCK=BLOCK
+        )
+    return out
+
+
+def launchable(tensor: Tensor) -> bool:
+    """Whether launches can be made on it: on a GPU, or on a CPU in Triton's interpreter."""
+    return interpreting() or direct(tensor)
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Launches go to the current device: make it the tensor's."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def _packed(codes: Tensor) -> Tensor:

@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hirank.kernels._noise import uniform_ref
 from hirank.kernels._products import product
 from hirank.kernels.blockquant import dequantize_affine, quantize_affine
 from hirank.optim.costs import Layout, layout, matrix_shape
-from hirank.optim.dice import BASIS, ROTATION, dice
+from hirank.optim.dice import BASIS, ROTATION, dice, seed_of
 from hirank.optim.hyper import Hyper
 
 __all__ = [
@@ -73,14 +74,13 @@ class Basis:
         return reduced
 
     def factors(self, reduced: Tensor) -> tuple[Tensor, Tensor]:
-        """A [m, r] and B [r, n] whose product is R projected back."""
+        """A [m, r] and B [r, n] whose product is R projected back; a basis as it is stored."""
         if self.right is None:
             assert self.left is not None
-            return self.left.to(reduced.dtype), reduced
-        right = self.right.T.to(reduced.dtype)
+            return self.left, reduced
         if self.left is None:
-            return reduced, right
-        return self.left.to(reduced.dtype) @ reduced, right
+            return reduced, self.right.T
+        return self.left.to(reduced.dtype) @ reduced, self.right.T
 
 
 def multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,7 +100,8 @@ def overlap(old: Tensor, new: Tensor) -> Tensor:
 
 
 def load(state: State, where: Layout, hyper: Hyper, like: Tensor) -> Basis:
-    """The stored basis in fp32, or as stored; in the gradient's dtype if that is fp64."""
+    """The stored basis as stored; drawn or decoded in fp32, or as wide as `like`, for whose device
+    and dtype it is, and in its 16 bits on a GPU, where products take no more."""
     draw = None
     if hyper.basis_store == "seed":
         draw = dice(like.device, hyper.seed, state["drawn"], state["index"], BASIS)
@@ -111,16 +112,17 @@ def load(state: State, where: Layout, hyper: Hyper, like: Tensor) -> Basis:
         elif draw is not None:
             made.append(_seeded(height, where.rank, hyper.basis, like, draw))
         else:
-            made.append(_get(state, key, (height, where.rank)))
+            made.append(_get(state, key, (height, where.rank), like))
     return Basis(*made)
 
 
-def _get(state: State, key: str, shape: tuple[int, int]) -> Tensor:
+def _get(state: State, key: str, shape: tuple[int, int], like: Tensor) -> Tensor:
     if key in state:
         kept: Tensor = state[key]
         return kept
     codes, scale, low = (state[f"{key}_{part}"] for part in ("codes", "scale", "low"))
-    return dequantize_affine(codes, scale, low, math.prod(shape), 4, torch.float32).view(shape)
+    dtype = like.dtype if like.is_cuda and like.dtype == torch.bfloat16 else torch.float32
+    return dequantize_affine(codes, scale, low, math.prod(shape), 4, dtype).view(shape)
 
 
 def _put(state: State, key: str, basis: Tensor, hyper: Hyper) -> None:
@@ -213,11 +215,12 @@ def _computed(
 
 def _rotation(state: State, grad: Tensor, where: Layout, hyper: Hyper) -> Tensor | None:
     """Orthogonal [r, r], the same at every refresh of a parameter; None if nothing is turned."""
-    drawn = hyper.basis in ("random", "gaussian", "identity")
-    if drawn or not (where.left and where.right and hyper.rotate):
+    given = hyper.basis in ("random", "gaussian", "identity")
+    if given or not (where.left and where.right and hyper.rotate):
         return None
-    draw = dice(grad.device, hyper.seed, state["index"], ROTATION)
-    return _orthonormal(_normal((where.rank, where.rank), grad, draw))
+    seed = seed_of(hyper.seed, state["index"], ROTATION)
+    drawn = uniform_ref(seed, 0, where.rank**2, grad.device).sub_(0.5).to(_wide(grad))
+    return _orthonormal(drawn.view(where.rank, where.rank))
 
 
 def _leading(grad: Tensor, r: int, kind: str, warm: Tensor | None, draw: torch.Generator) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hirank.optim import bases
 from hirank.optim import state as moments
 from hirank.optim.bases import Basis, Layout
-from hirank.optim.dice import MOMENTS, dice
+from hirank.optim.dice import MOMENTS, seed_of
 from hirank.optim.hyper import Hyper
 from hirank.optim.state import FIRST, SECOND
 
@@ -30,7 +30,7 @@ def refresh(state: State, grad: Tensor, where: Layout, hyper: Hyper) -> None:
         values = [grad.new_zeros(where.reduced, dtype=torch.float32)] * 2
     else:
         values = _carried(state, where, hyper, *changed)
-    draw = dice(grad.device, hyper.seed, state["step"], state["index"], MOMENTS, 1)
+    draw = seed_of(hyper.seed, state["step"], state["index"], MOMENTS, 1)
     ok = torch.ones((), dtype=torch.bool, device=grad.device)
     for name, value in zip((FIRST, SECOND), values, strict=True):
         for span in moments.spans(value.numel()):

@@ -29,13 +29,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hirank.kernels.blockquant import BLOCK
+from hirank.kernels.blockquant import BLOCK, launchable
+from hirank.kernels.galore_step import Adam, adam_int8_
 from hirank.optim import bases, carry, sharded, weights
 from hirank.optim import state as moments
 from hirank.optim.bases import Basis, Layout
-from hirank.optim.dice import MOMENTS, WEIGHTS, dice
+from hirank.optim.dice import MOMENTS, WEIGHTS, seed_of
 from hirank.optim.hyper import Hyper
-from hirank.optim.state import FIRST, SECOND, SPAN
+from hirank.optim.state import FIRST, SECOND, SPAN, WIDE_SPAN
 
 __all__ = [
     "adam_direction",
@@ -44,11 +45,11 @@ __all__ = [
     "bounded",
     "finite",
     "galore_adam_step",
-    "generators",
     "is_projected",
     "kept",
     "needs_dense",
     "reduce_gradient",
+    "seeds",
     "start",
 ]
 
@@ -59,17 +60,34 @@ State = dict[str, Any]
 
 
 def adam_direction(
-    grad: Tensor, state: State, hyper: Hyper, span: slice, ok: Tensor, draw: torch.Generator
+    grad: Tensor,
+    state: State,
+    hyper: Hyper,
+    span: slice,
+    ok: Tensor,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Move the moments of a flat span towards `grad`; the bias-corrected direction, 0 if not ok."""
+    """Move the moments of a flat span towards `grad`; the bias-corrected direction, 0 if not ok.
+    int8 moments give it in `dtype`, others as wide as they are."""
     (b1, b2), age = hyper.betas, state["age"]
+    codes = moments.codes_of(state, span)
+    if codes is not None:
+        return adam_int8_(grad, codes, ok, Adam(b1, b2, hyper.eps, age), seed, span.start, dtype)
+    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
     old_m, old_v = (moments.read(state, n, span).to(grad.dtype) for n in (FIRST, SECOND))
     m = torch.lerp(old_m, grad, 1 - b1)
     v = (old_v * b2).addcmul_(grad, grad, value=1 - b2)
-    moments.write(state, FIRST, span, m, ok, draw)
-    moments.write(state, SECOND, span, v, ok, draw)
+    moments.write(state, FIRST, span, m, ok, seed)
+    moments.write(state, SECOND, span, v, ok, seed)
     root = v.sqrt_().div_((1 - b2**age) ** 0.5).add_(hyper.eps)
     return torch.where(ok, m.div_(1 - b1**age).div_(root), 0)
+
+
+def _width(tensor: Tensor, *launched: bool) -> int:
+    """Numbers worked on at a time: more where all that is done is launches of ours."""
+    plain = tensor.codes if isinstance(tensor, weights.Int8Weight) else tensor
+    return WIDE_SPAN if launchable(plain) and all(launched) else SPAN
 
 
 def finite(grad: Tensor) -> Tensor:
@@ -92,13 +110,14 @@ def adamw_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tensor:
     start(state, mine.shape, mine, hyper)
     ok = sharded.everywhere(finite(flat), p)
     wide = torch.promote_types(p.dtype, torch.float32)
-    rolls, round_w = generators(p, state, hyper)
+    draw, round_w = seeds(p, state, hyper)
     state["step"], state["age"] = state["step"] + 1, state["age"] + 1
     keep = kept(ok, hyper, wide)
     with _contiguous(mine) as target:
-        for span in moments.spans(mine.numel()):
-            direction = adam_direction(flat[span].to(wide), state, hyper, span, ok, rolls)
-            weights.move(target, span, direction.mul_(hyper.lr), keep, round_w)
+        width = _width(mine, moments.in_codes(state), round_w is not None)
+        for span in moments.spans(mine.numel(), width):
+            direction = adam_direction(flat[span], state, hyper, span, ok, draw)
+            weights.move(target, span, direction.to(wide), hyper.lr, keep, round_w)
     return ok
 
 
@@ -170,14 +189,11 @@ def start(state: State, shape: tuple[int, ...], like: Tensor, hyper: Hyper) -> N
             state["limited_norm"] = torch.zeros((), device=like.device)
 
 
-def generators(
-    p: Tensor, state: State, hyper: Hyper
-) -> tuple[torch.Generator, torch.Generator | None]:
+def seeds(p: Tensor, state: State, hyper: Hyper) -> tuple[int, int | None]:
     """For moments, and for weights if those are rounded stochastically."""
     numbers = (hyper.seed, state["step"], state["index"])
     stochastic = isinstance(p, weights.Int8Weight) or hyper.weight_rounding == "stochastic"
-    round_w = dice(p.device, *numbers, WEIGHTS) if stochastic else None
-    return dice(p.device, *numbers, MOMENTS), round_w
+    return seed_of(*numbers, MOMENTS), seed_of(*numbers, WEIGHTS) if stochastic else None
 
 
 def kept(ok: Tensor, hyper: Hyper, wide: torch.dtype) -> Tensor | None:
@@ -197,22 +213,32 @@ def apply_reduced(
     if grad is not None and needs_dense(hyper):
         dense = sharded.whole(grad).reshape(where.m, where.n)
         ok = ok & finite(dense)
-    basis = bases.load(state, where, hyper, reduced)
-    draw, round_w = generators(p, state, hyper)
+    basis = bases.load(state, where, hyper, p)
+    draw, round_w = seeds(p, state, hyper)
     state["step"], state["age"] = state["step"] + 1, state["age"] + 1
-    direction = _direction(reduced, state, hyper, ok, draw)
+    direction = _direction(reduced, state, hyper, ok, draw, _narrow(p, dense, hyper))
     change = _change(reduced, direction, dense, basis, state, hyper, ok)
     with _contiguous(sharded.local(p)) as target:
         _apply(target, sharded.rows(p), where.n, change, hyper, ok, round_w)
     return ok
 
 
+def _narrow(p: Tensor, dense: Tensor | None, hyper: Hyper) -> torch.dtype:
+    """What the direction may be made in: on a GPU the product would round it to 16 bits anyway."""
+    narrow = p.is_cuda and dense is None and p.dtype in (torch.bfloat16, torch.float16)
+    return p.dtype if narrow and hyper.sides != "two" else torch.float32
+
+
 def _direction(
-    reduced: Tensor, state: State, hyper: Hyper, ok: Tensor, draw: torch.Generator
+    reduced: Tensor, state: State, hyper: Hyper, ok: Tensor, seed: int, dtype: torch.dtype
 ) -> Tensor:
-    flat, out = reduced.reshape(-1), torch.empty_like(reduced)
-    for span in moments.spans(flat.numel()):
-        out.view(-1)[span] = adam_direction(flat[span], state, hyper, span, ok, draw)
+    flat = reduced.reshape(-1)
+    spans = list(moments.spans(flat.numel(), _width(flat, moments.in_codes(state))))
+    if len(spans) == 1:
+        return adam_direction(flat, state, hyper, spans[0], ok, seed, dtype).view(reduced.shape)
+    out = torch.empty_like(reduced, dtype=reduced.dtype if dtype == torch.float32 else dtype)
+    for span in spans:
+        out.view(-1)[span] = adam_direction(flat[span], state, hyper, span, ok, seed, dtype)
     return out
 
 
@@ -289,26 +315,34 @@ def _apply(
     change: _Change,
     hyper: Hyper,
     ok: Tensor,
-    round_w: torch.Generator | None,
+    seed: int | None,
 ) -> None:
     """p holds `rows` of the [m, n] weight."""
     step = hyper.lr * hyper.scale
-    plain = not (isinstance(p, weights.Int8Weight) or round_w or hyper.weight_decay)
+    plain = not (isinstance(p, weights.Int8Weight) or seed is not None or hyper.weight_decay)
     if plain and change.product and change.factor is None:
         a, b = (part.to(p.dtype) for part in change.product)
         p.view(-1, n).addmm_(a[rows], b, alpha=-step)
         return
     keep = kept(ok, hyper, torch.promote_types(p.dtype, torch.float32))
-    for slab in _slabs(rows, n):
+    change = _as_multiplied(change, p)
+    for slab in _slabs(rows, n, _width(p, seed is not None)):
         span = slice((slab.start - rows.start) * n, (slab.stop - rows.start) * n)
-        delta = _delta(change, slab, p.dtype).mul_(step)
-        weights.move(p, span, delta.reshape(-1), keep, round_w)
+        weights.move(p, span, _delta(change, slab, p.dtype).reshape(-1), step, keep, seed)
 
 
-def _slabs(rows: slice, n: int) -> Iterator[slice]:
-    """Parts of `rows`, whole blocks of the flat weight, about SPAN numbers at a time."""
+def _as_multiplied(change: _Change, p: Tensor) -> _Change:
+    """The factors in the dtype that `multiply` wants, cast once and not for every slab."""
+    if change.product is None or not p.is_cuda:
+        return change
+    a, b = (part.to(p.dtype) for part in change.product)
+    return change._replace(product=(a, b))
+
+
+def _slabs(rows: slice, n: int, width: int) -> Iterator[slice]:
+    """Parts of `rows`, whole blocks of the flat weight, about `width` numbers at a time."""
     unit = BLOCK // math.gcd(n, BLOCK)
-    height = max(1, SPAN // (n * unit)) * unit
+    height = max(1, width // (n * unit)) * unit
     for start in range(rows.start, rows.stop, height):
         yield slice(start, min(start + height, rows.stop))
 

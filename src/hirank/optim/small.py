@@ -77,12 +77,12 @@ def _step(
 ) -> None:
     """All of it flat [n]; `ok` for each number."""
     wide, span = torch.promote_types(target.dtype, torch.float32), slice(0, target.numel())
-    draw, round_w = rules.generators(first, states[0], hyper)
+    draw, round_w = rules.seeds(first, states[0], hyper)
     for state in states:
         state["step"], state["age"] = state["step"] + 1, state["age"] + 1
     joined: State = {**kept, "age": states[0]["age"]}
     direction = rules.adam_direction(grad.to(wide), joined, hyper, span, ok, draw)
-    weights.move(target, span, direction.mul_(hyper.lr), rules.kept(ok, hyper, wide), round_w)
+    weights.move(target, span, direction, hyper.lr, rules.kept(ok, hyper, wide), round_w)
 
 
 def _finite(flats: list[Tensor]) -> Tensor:

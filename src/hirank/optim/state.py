@@ -21,28 +21,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hirank.kernels._noise import random_bits_ref, uniform_ref
 from hirank.kernels.blockquant import (
     BLOCK,
     dequantize_power,
     quantize_power,
     round_to_bf16,
 )
+from hirank.kernels.galore_step import Moments
 from hirank.optim.costs import SMALL, kind_of
 from hirank.optim.hyper import Hyper
 
-__all__ = ["FIRST", "SECOND", "SMALL", "create", "read", "spans", "stored_bytes", "write"]
+__all__ = [
+    "FIRST",
+    "SECOND",
+    "SMALL",
+    "codes_of",
+    "create",
+    "in_codes",
+    "read",
+    "spans",
+    "stored_bytes",
+    "write",
+]
 
 State = dict[str, Any]
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
-SPAN = 2**22
-"""Numbers worked on at a time."""
+SPAN, WIDE_SPAN = 2**22, 2**24
+"""Numbers worked on at a time, with a dozen copies in fp32; and with one, where kernels run."""
 
 
-def spans(n: int) -> Iterator[slice]:
+def spans(n: int, width: int = SPAN) -> Iterator[slice]:
     """The spans that cover [n]."""
-    for start in range(0, n, SPAN):
-        yield slice(start, min(start + SPAN, n))
+    for start in range(0, n, width):
+        yield slice(start, min(start + width, n))
 
 
 def create(state: State, name: str, shape: Sequence[int], like: Tensor, hyper: Hyper) -> None:
@@ -90,16 +103,32 @@ def _power(name: str) -> int:
     return 4 if name == SECOND else 2
 
 
-def write(
-    state: State, name: str, span: slice, value: Tensor, ok: Tensor, generator: torch.Generator
-) -> None:
-    """Store [span] where `ok` (a bool on the device) holds; else what is stored stays as it is."""
+def in_codes(state: State) -> bool:
+    """Whether both moments are kept in int8 without feedback: what one launch moves."""
+    return f"{FIRST}_codes" in state and f"{FIRST}_error_codes" not in state
+
+
+def codes_of(state: State, span: slice) -> Moments | None:
+    """Both moments of a span if they are kept so."""
+    if not in_codes(state):
+        return None
+    return Moments(
+        *(
+            state[f"{name}_{key}"][part]
+            for name in (FIRST, SECOND)
+            for key, part in (("codes", span), ("absmax", _blocks(span)))
+        )
+    )
+
+
+def write(state: State, name: str, span: slice, value: Tensor, ok: Tensor, seed: int) -> None:
+    """Store [span] where `ok` (a bool on the device) holds; else what is stored stays as it is.
+    Rounding draws by `seed`, of each moment other numbers."""
+    drawn = (seed + (name == SECOND), span.start, span.stop - span.start, value.device)
     if name in state:
         kept = state[name].view(-1)[span]
         if kept.dtype == torch.bfloat16:
-            bits = torch.randint(
-                2**16, value.shape, generator=generator, device=kept.device, dtype=torch.int32
-            )
+            bits = random_bits_ref(*drawn).bitwise_and_(2**16 - 1)
             value = round_to_bf16(torch.where(ok, value, 0), bits)
         kept.copy_(torch.where(ok, value, kept))
     elif f"{name}_error_codes" in state:
@@ -107,8 +136,7 @@ def write(
         error = value - _decode(state, name, span)
         _encode(state, f"{name}_error", span, error, ok, None)
     else:
-        noise = torch.rand(value.shape, generator=generator, device=value.device)
-        _encode(state, name, span, value, ok, noise)
+        _encode(state, name, span, value, ok, uniform_ref(*drawn))
 
 
 def _encode(

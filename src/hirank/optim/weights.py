@@ -18,13 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hirank.errors import HirankError
-from hirank.kernels.blockquant import (
-    BLOCK,
-    dequantize_affine,
-    quantize_affine,
-    requantize_affine,
-    round_to_bf16,
-)
+from hirank.kernels.blockquant import BLOCK, dequantize_affine, quantize_affine
+from hirank.kernels.galore_step import Blocks, Move, move_bf16_, move_int8_
 from hirank.optim import sharded
 from hirank.optim.costs import int8_weight_cost
 
@@ -74,16 +69,12 @@ class Int8Weight(Tensor):
         if span is None:
             parts = (self.codes, self.scale, self.low)
             return dequantize_affine(*parts, self.numel(), 8, dtype).view(self.shape)
-        blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
-        parts = (self.codes[span], self.scale[blocks], self.low[blocks])
-        return dequantize_affine(*parts, span.stop - span.start, 8, dtype)
+        return dequantize_affine(*self.blocks(span), span.stop - span.start, 8, dtype)
 
-    def store(self, span: slice, value: Tensor, noise: Tensor | None) -> None:
-        """Quantise flat `value` into a span that starts and ends with a block (or with the end)."""
-        blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
-        old = self.codes[span], self.scale[blocks], self.low[blocks]
-        codes, scale, low = requantize_affine(value, old[1], old[2], noise, old[0])
-        self.codes[span], self.scale[blocks], self.low[blocks] = codes, scale, low
+    def blocks(self, span: slice) -> Blocks:
+        """Codes and blocks of a span that starts and ends with a block (or with the end)."""
+        each = slice(span.start // BLOCK, -(-span.stop // BLOCK))
+        return Blocks(self.codes[span], self.scale[each], self.low[each])
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Shape and dtype; the numbers would be widened to be shown."""
@@ -272,34 +263,28 @@ def move(
     p: Tensor,
     span: slice,
     delta: Tensor,
+    step: float,
     keep: Tensor | None,
-    generator: torch.Generator | None,
+    seed: int | None,
 ) -> None:
-    """p[span] <- p[span] keep - delta, in fp32 with one rounding.
+    """p[span] <- p[span] keep - step delta, in fp32 with one rounding.
 
     Args:
         p: an Int8Weight, or a contiguous tensor.
         span: of the flat weight; for int8 from a block's start.
         delta: flat, fp32.
-        keep: 0-dim, what weight decay leaves; None is 1.
-        generator: rounds int8 and bf16 weights stochastically; None to the nearest.
+        step: its factor.
+        keep: one number, or one for each weight of a plain tensor; None is 1.
+        seed: rounds bf16 weights stochastically, and int8 ones, which must have one; None to the
+            nearest.
     """
     if isinstance(p, Int8Weight):
-        new = _moved(p.widened(span, torch.float32), delta, keep)
-        noise = None
-        if generator is not None:
-            noise = torch.rand(new.shape, generator=generator, device=new.device)
-        p.store(span, new, noise)
+        assert seed is not None, "int8 weights are always rounded stochastically"
+        move_int8_(p.blocks(span), delta, Move(step, keep, seed, span.start))
         return
     kept = p.view(-1)[span]
-    new = _moved(kept.to(delta.dtype), delta, keep)
-    if kept.dtype == torch.bfloat16 and generator is not None:
-        bits = torch.randint(
-            2**16, new.shape, generator=generator, device=new.device, dtype=torch.int32
-        )
-        new = round_to_bf16(new, bits)
-    kept.copy_(new)
-
-
-def _moved(old: Tensor, delta: Tensor, keep: Tensor | None) -> Tensor:
-    return old - delta if keep is None else old * keep - delta
+    if kept.dtype == torch.bfloat16 and seed is not None:
+        move_bf16_(kept, delta, Move(step, keep, seed, span.start))
+        return
+    wide = kept.to(delta.dtype)
+    kept.copy_((wide if keep is None else wide * keep).sub(delta, alpha=step))
