@@ -21,6 +21,7 @@ from hirank.plan.targets import (
     adapted,
     adapts_experts,
     compute_bytes,
+    recasts,
     stream_bytes,
     trained_bytes,
 )
@@ -178,7 +179,7 @@ def _outputs(s: Setting, m: Shape) -> list[int]:
 
 def _copies(s: Setting, m: Shape) -> Iterator[Part]:
     """16-bit copies of fp32 weights, which autocast makes and the backward pass needs."""
-    if s.autocast and trained_bytes(s) == 4:
+    if recasts(s):
         weights = sum(matrix.each for matrix in m.linears)
         rest = rest_of(*((1, 2 * matrix.each) for matrix in m.linears))
         yield _times("bf16 copies of linears", weights, 2)._replace(rest=rest)

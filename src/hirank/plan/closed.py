@@ -30,9 +30,11 @@ from hirank.plan.states import (
     step_parts,
     weight_parts,
 )
-from hirank.plan.targets import adapted, stream_bytes, trained_bytes
+from hirank.plan.targets import adapted, stream_bytes, trained_bytes, whole_bytes
 
 __all__ = ["closed_form", "timeline"]
+
+BUFFERS = "communication buffers"
 
 
 def closed_form(setting: Setting, shape: Shape, overhead: Overhead = ESTIMATED) -> Ledger:
@@ -85,7 +87,7 @@ def _static(s: Setting, m: Shape) -> Iterator[Term]:
         yield _term(kind, always, part, s)
     yield _term("optimizer state", always, optimizer_parts(s, m), s)
     yield _term("optimizer state", always, spread.master_copy(s, m), s)
-    yield _term("communication buffers", always, spread.buffers(s, m), s)
+    yield _term(BUFFERS, always, spread.buffers(s, m), s)
 
 
 def _held_before(s: Setting) -> bool:
@@ -113,12 +115,19 @@ def _activations(s: Setting, m: Shape) -> Iterator[Term]:
     yield _term("logits and loss", first[1:], backward, s)
     if _held_before(s):
         yield _term("gradients", first, gradient_parts(s, m), s)
-    yield _term("gradients", first[1:], head_gradient(s, m), s)
+    yield _term(_before_splitting(s), first[1:], head_gradient(s, m), s)
+    passing = (*first, "evaluation") if s.eval_batch else first
+    yield _term(BUFFERS, passing, spread.together(s, m, blocks=1, gradients=0), s)
     copies = copies_of_all(s, m) if s.checkpointing else 0  # without, blocks keep them
     part = Part(copies, f"autocast's copies of all linears: {copies:,} bytes")
     yield _term("method temporaries", first[:1], part, s)
     if s.eval_batch:
         yield _term("activations kept", ("evaluation",), eval_part(s, m), s)
+
+
+def _before_splitting(s: Setting) -> str:
+    """The class of gradients of embedding and head, which are split when all is over."""
+    return BUFFERS if s.shards > 1 else "gradients"
 
 
 def _kept_of_all(s: Setting, m: Shape) -> list[Part]:
@@ -144,7 +153,9 @@ def _last_norm(s: Setting, m: Shape) -> list[Term]:
     count = 6 if m.wide_norms else 5
     size = numbers * (4 * (1 + count) + stream_bytes(s))
     part = Part(size, f"the last norm at work: {numbers:,} x ({1 + count} x 4 + {stream_bytes(s)})")
-    return [*_kept_and_gradients(s, m), _term("activations kept", ("block backward",), part, s)]
+    phase = ("block backward",)
+    whole = _term(BUFFERS, phase, spread.together(s, m, blocks=1, gradients=0), s)
+    return [*_kept_and_gradients(s, m), _term("activations kept", phase, part, s), whole]
 
 
 def _last_block(s: Setting, m: Shape) -> list[Term]:
@@ -161,9 +172,10 @@ def _kept_and_gradients(s: Setting, m: Shape) -> list[Term]:
             waits = Part(m.vocabulary * m.hidden * trained_bytes(s), "the tied head's, which waits")
             terms.append(_term("gradients", phase, waits, s))
     elif not s.is_adapter and not s.step_in_backward:
-        numbers = m.vocabulary * m.hidden + (m.block_parameters if not s.checkpointing else 0)
-        part = Part(numbers * trained_bytes(s), f"the first gradients: {numbers:,} numbers")
-        terms.append(_term("gradients", phase, part, s))
+        alone = s.checkpointing or s.shards > 1  # or what is split is counted with its buffers
+        numbers = m.vocabulary * m.hidden + (0 if alone else m.block_parameters)
+        part = Part(numbers * whole_bytes(s), f"the first gradients: {numbers:,} numbers")
+        terms.append(_term(_before_splitting(s), phase, part, s))
     return terms
 
 
@@ -179,6 +191,9 @@ def _first_block(s: Setting, m: Shape) -> list[Term]:
     phase = ("block backward",)
     kept = [block_input(s, m)] if s.checkpointing else kept_parts(s, m)
     terms = [_term("activations kept", phase, x, s) for x in kept]
+    if s.shards > 1 and not s.is_adapter:
+        waits = m.vocabulary * m.hidden * whole_bytes(s)
+        terms.append(_term(BUFFERS, phase, Part(waits, "the head's gradient, which waits"), s))
     return [*terms, _term("gradients", phase, _of_blocks(s, m), s), *_one_block(s, m)]
 
 
@@ -188,8 +203,9 @@ def _of_blocks(s: Setting, m: Shape) -> Part:
     if s.step_in_backward or _held_before(s):
         return every
     last = _after_the_mlp(s, m)
-    if not s.is_adapter and not m.tied:
-        last += m.vocabulary * m.hidden * trained_bytes(s)
+    if not s.is_adapter and (s.shards > 1 or not m.tied):
+        ends = 2 if s.shards > 1 and not m.tied else 1
+        last += ends * m.vocabulary * m.hidden * trained_bytes(s)
     return every._replace(
         size=every.size - last, formula=f"{every.formula}, less {last:,} of what comes later"
     )
@@ -212,6 +228,7 @@ def _one_block(s: Setting, m: Shape) -> list[Term]:
     terms = [_term(kind, phase, part, s) for kind, part in block_extra(s, m)]
     stream = s.tokens * m.hidden * stream_bytes(s)
     terms.append(_term("activations kept", phase, Part(stream, "the gradient of the stream"), s))
+    terms.append(_term(BUFFERS, phase, spread.together(s, m, blocks=2, gradients=2), s))
     if not s.checkpointing:
         return terms
     again = [_term("recomputation peak", phase, part, s) for part in kept_parts(s, m)]
@@ -225,12 +242,20 @@ def _embedding(s: Setting, m: Shape) -> list[Term]:
     """The gradient of an embedding is as large as itself, and added to the head's if tied."""
     phase = ("block backward",)
     terms = [_term("gradients", phase, gradient_parts(s, m), s)]
+    if s.shards > 1:
+        return [*terms, _term(BUFFERS, phase, _root_at_last(s, m), s)]
     copies = (1 if m.tied else 0) + (1 if s.accumulation > 1 else 0)
     if not s.is_adapter and copies:
         numbers = copies * m.vocabulary * m.hidden
         part = Part(numbers * trained_bytes(s), f"{copies} of the embedding's, to be added")
         terms.append(_term("gradients", phase, part, s))
     return terms
+
+
+def _root_at_last(s: Setting, m: Shape) -> Part:
+    """Embedding and head whole; their gradients, and the same in one piece to be split."""
+    count = 1 if s.is_adapter else 3
+    return Part(count * spread.root_bytes(s, m), f"{count} of embeddings and head")
 
 
 # Steps.

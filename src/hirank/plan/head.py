@@ -15,7 +15,7 @@ from dataclasses import replace
 from hirank.plan.block import Part, rest_of
 from hirank.plan.inventory import Shape
 from hirank.plan.setting import Setting
-from hirank.plan.targets import compute_bytes, stream_bytes, trained_bytes
+from hirank.plan.targets import compute_bytes, recasts, stream_bytes, whole_bytes
 
 __all__ = ["eval_part", "final_part", "head_gradient", "logit_bytes", "loss_parts", "scored"]
 
@@ -65,8 +65,8 @@ def _plain(s: Setting, m: Shape) -> tuple[Part, Part]:
     """Back, the worst is the softmax's gradient, or that of the head once the logits are gone."""
     logits, numbers = s.tokens * m.vocabulary, m.vocabulary * m.hidden
     before = 10 if compute_bytes(s) == 2 else 8
-    copied = 2 * numbers if s.autocast and trained_bytes(s) == 4 else 0
-    made = 0 if s.is_adapter else numbers * (trained_bytes(s) + (2 if copied else 0))
+    copied = 2 * numbers if recasts(s) else 0
+    made = 0 if s.is_adapter else numbers * (whole_bytes(s) + (2 if copied else 0))
     text = f"T V = {s.tokens:,} x {m.vocabulary:,} logits"
     back = max(logit_bytes() * logits, compute_bytes(s) * logits + made)
     return (
@@ -84,7 +84,7 @@ def head_gradient(s: Setting, m: Shape) -> Part:
     numbers = m.vocabulary * m.hidden
     if s.is_adapter or s.loss == "plain":
         return Part(0, "frozen, or counted with the logits")
-    own = trained_bytes(s)
+    own = whole_bytes(s)
     wide = own if own == 4 else own + 4
     rest = rest_of((1, numbers * 4), (1 if wide > own else 0, numbers * own))
     return Part(numbers * wide, f"the head's gradient V h: {numbers:,} x {wide} bytes", rest)
@@ -110,7 +110,7 @@ def eval_part(s: Setting, m: Shape) -> Part:
 
 def copies_of_all(s: Setting, m: Shape) -> int:
     """Bytes of the 16-bit copies of fp32 weights, which autocast keeps for a whole pass."""
-    made = s.autocast and trained_bytes(s) == 4 and not s.is_adapter
+    made = recasts(s) and not s.is_adapter
     return 2 * sum(x.size for x in m.linears) if made else 0
 
 

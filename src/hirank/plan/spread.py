@@ -3,7 +3,8 @@
     ddp      everything on each, and flat buckets as large as all gradients
     zero1    optimiser states in N parts, with an fp32 copy of 16-bit weights in them
     zero2    gradients too
-    zero3    weights too; one block and its successor are whole at a time
+    zero3    weights too; embedding and head are whole from forward to backward, and of the blocks
+             one at a time, its successor on its way
     fsdp2    the same, states in the weights' own dtype
 
 No run on several GPUs has been held against these formulas yet; a plan with one says so.
@@ -14,10 +15,10 @@ from __future__ import annotations
 from hirank.plan.block import Part
 from hirank.plan.inventory import Shape
 from hirank.plan.setting import Setting
-from hirank.plan.states import gradient_parts, trained_numbers
-from hirank.plan.targets import compute_bytes, trained_bytes
+from hirank.plan.states import adapter_parts, gradient_parts, trained_numbers
+from hirank.plan.targets import trained_bytes, whole_bytes
 
-__all__ = ["buffers", "master_copy", "note_of", "parts_of"]
+__all__ = ["buffers", "master_copy", "note_of", "parts_of", "root_bytes", "together"]
 
 _SPLIT: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -50,13 +51,27 @@ def buffers(s: Setting, m: Shape) -> Part:
     if s.sharding in ("zero1", "zero2"):
         bucket = 2 * min(trained_numbers(s, m), m.hidden**2) * trained_bytes(s)
         return Part(bucket, f"two buckets of h x h = {m.hidden:,} x {m.hidden:,} numbers")
-    c = compute_bytes(s)
-    root = (m.vocabulary * m.hidden) * (1 if m.tied else 2)
-    whole = (2 * m.block_parameters + root) * c
-    text = f"two whole blocks 2 x {m.block_parameters:,} and the embeddings {root:,}, x {c} bytes"
-    if s.is_adapter:
-        return Part(whole, text)
-    return Part(whole + 2 * m.block_parameters * c, f"{text}; gradients of two blocks")
+    return Part(0, "weights come and go")
+
+
+def together(s: Setting, m: Shape, *, blocks: int, gradients: int) -> Part:
+    """Weights that are whole, and gradients before they are split, where all is split.
+
+    `blocks`: how many are whole, or on their way in one piece. `gradients`: of how many blocks.
+    """
+    if s.shards == 1:
+        return Part(0, "nothing is split")
+    base = m.block_parameters * whole_bytes(s)
+    adapters = sum(part.size for _, part in adapter_parts(s, m)) // m.layers
+    learnt = adapters if s.is_adapter else base
+    size = root_bytes(s, m) + blocks * (base + adapters) + gradients * learnt
+    text = f"embeddings and {blocks} blocks of {m.block_parameters:,} whole"
+    return Part(size, f"{text}, gradients of {gradients}" if gradients else text)
+
+
+def root_bytes(s: Setting, m: Shape) -> int:
+    """Embedding, head and last norm, which are one unit."""
+    return (m.vocabulary * m.hidden * (1 if m.tied else 2) + m.hidden) * whole_bytes(s)
 
 
 def note_of(s: Setting) -> str | None:

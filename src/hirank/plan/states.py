@@ -15,7 +15,7 @@ from hirank.optim.published import PUBLISHED
 from hirank.plan.block import Part, rest_of
 from hirank.plan.inventory import Matrix, Shape
 from hirank.plan.setting import BYTES, Setting
-from hirank.plan.targets import adapted, adapts_experts, stream_bytes, trained_bytes
+from hirank.plan.targets import adapted, adapts_experts, trained_bytes
 
 __all__ = [
     "adapter_numbers",
@@ -43,7 +43,7 @@ def weight_parts(s: Setting, m: Shape) -> Iterator[tuple[str, Part]]:
     packed = {matrix.name for matrix in m.linears} if s.is_quantised else set()
     in_8_bits = _int8_names(s, m)
     whole = [x for x in m.matrices() if x.name not in packed | in_8_bits]
-    plain, each = sum(x.size for x in whole), stream_bytes(s)
+    plain, each = sum(x.size for x in whole), 4 if s.kbit_upcast else trained_bytes(s)
     rest = rest_of(*((x.count, x.each * each) for x in whole))
     yield "weights", Part(plain * each, f"{plain:,} weights x {each} bytes", rest)
     if packed:

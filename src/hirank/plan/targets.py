@@ -9,7 +9,15 @@ from hirank.errors import HirankError
 from hirank.plan.inventory import Matrix, Shape
 from hirank.plan.setting import BYTES, Setting
 
-__all__ = ["adapted", "adapts_experts", "compute_bytes", "stream_bytes", "trained_bytes"]
+__all__ = [
+    "adapted",
+    "adapts_experts",
+    "compute_bytes",
+    "recasts",
+    "stream_bytes",
+    "trained_bytes",
+    "whole_bytes",
+]
 
 
 def adapted(setting: Setting, shape: Shape) -> tuple[Matrix, ...]:
@@ -67,7 +75,17 @@ def compute_bytes(setting: Setting) -> int:
 
 def stream_bytes(setting: Setting) -> int:
     """Of a number of the residual stream, which begins with the embedding."""
-    return 4 if setting.kbit_upcast else trained_bytes(setting)
+    return 4 if setting.kbit_upcast else whole_bytes(setting)
+
+
+def whole_bytes(setting: Setting) -> int:
+    """Of a base weight where it computes: weights that are split are put together in 16 bits."""
+    return 2 if setting.shards > 1 and setting.autocast else trained_bytes(setting)
+
+
+def recasts(setting: Setting) -> bool:
+    """Whether autocast makes 16-bit copies of base weights."""
+    return setting.autocast and whole_bytes(setting) == 4
 
 
 def trained_bytes(setting: Setting) -> int:
