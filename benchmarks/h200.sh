@@ -42,8 +42,8 @@ part3() {  # a 30B-class model, and the other settings of the 8B one
 SEVEN="optim --model llama-7b,qwen2.5-7b --rank 1024 --seq 2048"
 
 part4() {  # all weights of a 7B: memory and seconds of a step; the last line takes minutes of SVDs
-  bench $SEVEN --arms adamw,adamw-8bit,hirank-galore,hirank-qgalore --repeats 8
-  bench $SEVEN --arms adamw-8bit,hirank-galore,hirank-qgalore --repeats 20 --stagger on
+  bench $SEVEN --arms adamw,adamw-8bit,hirank-galore,hirank-galore-int4,hirank-qgalore --repeats 8
+  bench $SEVEN --arms adamw-8bit,hirank-galore,hirank-qgalore --repeats 40 --stagger on --gap 40
   bench $SEVEN --model llama-7b --arms galore-torch-8bit --repeats 3 --refreshes 0
 }
 

@@ -225,8 +225,8 @@ def _tokens(settings: Pretrain) -> Tensor:
 
 
 def _once(path: Path, vocab: int) -> Tensor:
-    """The tokens, from the temporary folder if an earlier run of the same text left them there: arms
-    are best run one a command, so that a run that is killed loses one."""
+    """The tokens, from the temporary folder if an earlier run of the same text left them there:
+    arms are best run one a command, so that a run that is killed loses one."""
     key = hashlib.sha256(path.read_bytes() + f"{vocab} {version('tokenizers')}".encode())
     kept = Path(tempfile.gettempdir()) / f"hirank-tokens-{key.hexdigest()[:20]}.pt"
     if kept.is_file():

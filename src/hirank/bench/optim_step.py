@@ -4,6 +4,7 @@
     adamw-8bit         bitsandbytes' AdamW8bit
     galore-torch-8bit  galore-torch's 8-bit GaLore, per layer
     hirank-galore      GaLore, int8 moments, bf16 bases, stepping in backward
+    hirank-galore-int4 the same with bases in 4 bits
     hirank-qgalore     Q-GaLore, stepping in backward
 
 Arms come one after the other, each with a model of its own, so that nothing of another is in its
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,9 +51,9 @@ _LR, _GATE_LR, _GATE_SCALE, _GATE_RANK, _GATE_GAP = 1e-4, 0.02, 0.5, 64, 200
 # Optimisers.
 
 
-def _galore(model: nn.Module, **options: Any) -> LowRankAdamW:
+def _galore(model: nn.Module, basis_store: str = "bf16", **options: Any) -> LowRankAdamW:
     made = GaLoreAdamW(
-        model, **options, state="int8", basis_store="bf16", weight_rounding="stochastic"
+        model, **options, state="int8", basis_store=basis_store, weight_rounding="stochastic"
     )
     made.step_in_backward()
     return made
@@ -82,6 +84,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "adamw-8bit": _adamw_8bit,
     "galore-torch-8bit": _galore_torch,
     "hirank-galore": _galore,
+    "hirank-galore-int4": partial(_galore, basis_store="int4"),
     "hirank-qgalore": _qgalore,
 }
 ARMS = tuple(_MAKERS)
