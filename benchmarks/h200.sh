@@ -53,10 +53,10 @@ LEARN="pretrain --text ${TEXT:-prose.txt} --vocab 8192 --hidden 512 --layers 8 -
 LEARN+=" --batch 64 --rank 128 --gap 200"
 SHORT=400
 
-part5() {  # a small Llama learns a text: the learning rate of each arm, three short runs an arm
+part5() {  # a small Llama learns a text: the learning rate of each arm, short runs
   for arm in $ARMS; do
     case $arm in
-      adamw) bench $LEARN --steps $SHORT --arms $arm --adamw-lr 0.001,0.0025,0.005 ;;
+      adamw) bench $LEARN --steps $SHORT --arms $arm --adamw-lr 0.001,0.0025,0.005,0.01 ;;
       *) bench $LEARN --steps $SHORT --arms $arm --lr 0.005,0.01,0.02 ;;
     esac
   done
