@@ -58,8 +58,11 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+_graph_task = torch._C._current_graph_task_id
+
+
 def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return _graph_task() != -1
 
 
 class Family:
@@ -153,7 +156,9 @@ class Member:
             group.built == group.family.changes
             and group.turns == group.family.turns
             and self.visible == (scale, *versions, *pointers)
-            and self.knows(weight, lora_A, lora_B)
+            and self.watched[0] is weight  # `visible` is written last
+            and self.watched[1] is lora_A
+            and self.watched[2] is lora_B
             and (group.step == _step or not lora_A.requires_grad)
             and (self.norm is not self.live or not torch.is_grad_enabled())
         ):
@@ -198,7 +203,7 @@ class Group:
 
         In a backward pass: whether nothing was refreshed since the forward pass it belongs to.
         """
-        if in_backward():
+        if _graph_task() != -1:
             return self.count == self.trained
         thread = get_ident()
         if position is None or position <= self.last.get(thread, position):
@@ -266,8 +271,8 @@ class Group:
             found.members, served, found.entries, found.marks, strict=True
         ):
             W, A, B, _, _, W_version, scale, *versions = mark
-            member.visible = (scale, *versions, W_version, A, B, W)
             member.norm, member.watched = norm, entry[:3]
+            member.visible = (scale, *versions, W_version, A, B, W)
         if self.index is not None:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))

@@ -29,6 +29,7 @@ __all__ = [
     "Launcher",
     "direct",
     "dot_type",
+    "in_fp32",
     "interpreting",
     "jit",
     "outside_pools",
@@ -56,6 +57,11 @@ def dot_type(dtype: torch.dtype) -> Any:
     return tl.float32 if INTERPRETING and dtype == torch.bfloat16 else tl_type(dtype)
 
 
+def in_fp32(dtype: torch.dtype) -> bool:
+    """As `dot_type`, told as a constant that is recognised at once: whether operands go to fp32."""
+    return INTERPRETING and dtype == torch.bfloat16
+
+
 def direct(tensor: Tensor) -> bool:
     """Whether a kernel may be launched on a tensor at once, past PyTorch's dispatcher.
 
@@ -65,8 +71,8 @@ def direct(tensor: Tensor) -> bool:
         HAS_TRITON
         and tensor.is_cuda
         and (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter)
-        and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
+        and not torch.compiler.is_dynamo_compiling()
     )
 
 

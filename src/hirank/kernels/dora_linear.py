@@ -192,11 +192,14 @@ class Weights(NamedTuple):
 
     def versions(self) -> list[int]:
         """Of what code may change in place; the norm has none that counts."""
-        watched = self[:5]
+        A, B, m, b, W, _ = self
         try:
-            return [0 if t is None else t._version for t in watched]
+            return [
+                A._version, B._version, W._version,
+                0 if m is None else m._version, 0 if b is None else b._version,
+            ]  # fmt: skip
         except RuntimeError:  # inference tensors have none
-            return [0 if t is None or t.is_inference() else t._version for t in watched]
+            return [0 if t is None or t.is_inference() else t._version for t in self[:5]]
 
 
 def activations(ctx: Any) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from hirank.kernels._ops import register_op
-from hirank.kernels._triton import Launcher, direct, dot_type, jit, tl
+from hirank.kernels._triton import Launcher, direct, in_fp32, jit, tl
 from hirank.kernels._tuning import tiles
 from hirank.kernels.dora_norm import dora_gain
 
@@ -179,7 +179,7 @@ def _backward_kernel(
 
 @jit
 def _columns_times(
-    dy, x, weight, o_n, m_n, M, N, K, DOT: tl.constexpr,
+    dy, x, weight, o_n, m_n, M, N, K, IN_FP32: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # <(dy^T x)[n], weight[n]> of a few columns n
@@ -195,7 +195,9 @@ def _columns_times(
                            mask=m_m[None, :] & m_n[:, None], other=0.0)  # fmt: skip
             b_x = tl.load(x + o_m[:, None] * K + o_k[None, :],
                           mask=m_m[:, None] & m_k[None, :], other=0.0)  # fmt: skip
-            b_z += tl.dot(b_dy.to(DOT), b_x.to(DOT), input_precision="ieee")
+            if IN_FP32:
+                b_dy, b_x = b_dy.to(tl.float32), b_x.to(tl.float32)
+            b_z += tl.dot(b_dy, b_x, input_precision="ieee")
         b_w = tl.load(weight + o_n.to(tl.int64)[:, None] * K + o_k[None, :],
                       mask=m_n[:, None] & m_k[None, :], other=0.0)  # fmt: skip
         b_sum += tl.sum(b_z * b_w.to(x.dtype.element_ty).to(tl.float32), axis=1)
@@ -205,7 +207,7 @@ def _columns_times(
 @jit
 def _magnitude_kernel(
     dm, part, magnitude, norm, dy, x, h, weight, lora_B, M, N, K, R, PARTS,
-    ALL_UNREADABLE: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr,
+    ALL_UNREADABLE: tl.constexpr, IN_FP32: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -225,8 +227,8 @@ def _magnitude_kernel(
             )  # fmt: skip
         b_sum = b_sum / tl.where(readable, b_g, 1.0)
     if tl.sum((m_n & alive & (readable == 0)).to(tl.int32), axis=0) > 0:
-        again = _columns_times(dy, x, weight, o_n, m_n, M, N, K, DOT, 32, 32, BLOCK_N)
-        again += _columns_times(dy, h, lora_B, o_n, m_n, M, N, R, DOT, 32, 32, BLOCK_N)
+        again = _columns_times(dy, x, weight, o_n, m_n, M, N, K, IN_FP32, 32, 32, BLOCK_N)
+        again += _columns_times(dy, h, lora_B, o_n, m_n, M, N, R, IN_FP32, 32, 32, BLOCK_N)
         b_sum = tl.where(readable, b_sum, again)
     b_dm = tl.where(alive, b_sum / tl.where(alive, b_norm, 1.0), 0.0)
     tl.store(dm + o_n, b_dm.to(dm.dtype.element_ty), mask=m_n)
@@ -284,7 +286,7 @@ def _launch_backward(
     columns = -(-N // tile.block_n)
     rows = tile.rows(M, columns)
     parts = -(-M // rows)
-    part = _partial_sums(parts, norm) if reads_y else dm
+    part = norm.new_empty((parts, N), dtype=torch.float32) if reads_y else dm
     _backward(
         (parts, columns, 1),
         (t, part, dy, dy if y is None else y, magnitude, norm, dy if bias is None else bias),
@@ -298,13 +300,9 @@ def _launch_backward(
             (-(-N // 32), 1, 1),
             (dm, part, magnitude, norm, dy, *inputs),
             (M, N, weight.shape[1], h.shape[1], parts),
-            (y is None, dot_type(dy.dtype), _limit(bias), 32, 32),
+            (y is None, in_fp32(dy.dtype), _limit(bias), 32, 32),
         )
     return t, dm
-
-
-def _partial_sums(parts: int, norm: Tensor) -> Tensor:
-    return norm.new_empty((parts, norm.shape[0]), dtype=torch.float32)
 
 
 _WIDTHS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of the kernels

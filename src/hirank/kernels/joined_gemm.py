@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hirank.kernels._triton import Launcher, direct, dot_type, jit, tl, use_workspace
+from hirank.kernels._triton import Launcher, direct, in_fp32, jit, tl, use_workspace
 from hirank.kernels._tuning import Joined, tiles
 
 __all__ = ["joined_gemm", "joined_tile"]
@@ -66,7 +66,7 @@ def _finished(b_acc, magnitude, norm, bias, o_n, N, HAS_GAIN: tl.constexpr, HAS_
 @jit
 def _joined_kernel(
     out, a1, b1, a2, b2, magnitude, norm, bias, M, N, K1, K2,
-    HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr, BY_COLUMN: tl.constexpr, DOT: tl.constexpr,
+    HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr, BY_COLUMN: tl.constexpr, IN_FP32: tl.constexpr,
     PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,10 @@ def _joined_kernel(
                 b_b = d_b.load([at_n, k]).T
             else:
                 b_b = d_b.load([k, at_n])
-            b_acc = tl.dot(b_a.to(DOT), b_b.to(DOT), b_acc)
+            if IN_FP32:
+                b_acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_acc)
+            else:
+                b_acc = tl.dot(b_a, b_b, b_acc)
         o_n = at_n + tl.arange(0, BLOCK_N)
         b_acc = _finished(b_acc, magnitude, norm, bias, o_n, N, HAS_GAIN, HAS_BIAS)
         d_out.store([at_m, at_n], b_acc.to(out.dtype.element_ty))
@@ -159,7 +162,7 @@ def joined_gemm(
         (tile.programs, 1, 1),
         (out, a1, b1, a2, b2, *gain, out if bias is None else bias),
         (M, b1.shape[0] if by_column else b1.shape[1], K1, K2),
-        (gain[0] is not out, bias is not None, by_column, dot_type(a1.dtype), tile.programs,
+        (gain[0] is not out, bias is not None, by_column, in_fp32(a1.dtype), tile.programs,
          _GROUP, tile.block_m, tile.block_n, tile.block_k),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
