@@ -7,6 +7,7 @@ is replaced inside `as_on_gpu`, and by what, is all in this file:
                tiles of an H200; a joined GEMM makes its result and nothing else
     norms      are two vectors a layer, written in place: the table's, and what backward relies on
     products   of 16-bit numbers come out in fp32 at once
+    optimisers launch kernels that make what they return and nothing else
 
 Optimisers that work span by span work on three spans of a parameter, whatever its size.
 """
@@ -26,7 +27,8 @@ from hirank.kernels import dora_linear
 from hirank.kernels._backend import GainPass
 from hirank.kernels._tuning import TABLE
 from hirank.kernels.gain_pass import gain_backward, gain_forward_
-from hirank.optim import bases, rules, state
+from hirank.optim import bases, rules, state, weights
+from hirank.optim.hyper import Hyper
 from hirank.plan import live
 from hirank.plan.faked import answer
 
@@ -96,6 +98,7 @@ def as_on_gpu(*, masked: bool, quantised: bool = False) -> Iterator[None]:
             (dora_linear, "product", _product),
             (converted, "norms_of", _norms_of),
             (bases, "multiply", lambda a, b, dtype: _product(a.to(dtype), b.to(dtype), dtype)),
+            *_LAUNCHES,
         ):
             stack.enter_context(_replaced(owner, name, new))
         yield
@@ -138,6 +141,48 @@ def _tile(a1: Tensor, b1: Tensor, b2: Tensor, *, by_column: bool) -> Any:
             return rows, columns
     return None
 
+
+def _decoded(
+    codes: Tensor, scale: Tensor, low: Tensor, n: int, bits: int, dtype: torch.dtype
+) -> Tensor:
+    return codes.new_empty(n, dtype=dtype)
+
+
+def _direction(
+    grad: Tensor,
+    codes: Any,
+    ok: Tensor,
+    adam: Any,
+    seed: int,
+    start: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    return grad.new_empty(grad.shape, dtype=dtype)
+
+
+def _narrow(p: Tensor, dense: Tensor | None, hyper: Hyper) -> torch.dtype:
+    """As on a GPU, where the product rounds to 16 bits in any case."""
+    narrow = dense is None and hyper.sides != "two" and p.dtype in _WIDE
+    return p.dtype if narrow else torch.float32
+
+
+def _as_multiplied(change: Any, p: Tensor) -> Any:
+    if change.product is None:
+        return change
+    return change._replace(product=tuple(part.to(p.dtype) for part in change.product))
+
+
+_LAUNCHES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (rules, "launchable", lambda tensor: True),
+    (rules, "adam_int8_", _direction),
+    (rules, "_narrow", _narrow),
+    (rules, "_as_multiplied", _as_multiplied),
+    (weights, "dequantize_affine", _decoded),
+    (bases, "dequantize_affine", _decoded),
+    (weights, "move_int8_", lambda weight, delta, move: None),
+    (weights, "move_bf16_", lambda weight, delta, move: None),
+)
+"""What the low-rank optimisers launch, and what they ask the device."""
 
 _GAIN_PASS = GainPass(gain_forward_, gain_backward, _tile)
 

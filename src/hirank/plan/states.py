@@ -224,22 +224,52 @@ def step_parts(s: Setting, m: Shape) -> tuple[Part, Part]:
     return Part(total, f"foreach: roots of all moments at once, {total:,} bytes"), none
 
 
-_SPAN = 2**22
+_SPAN, _WIDE_SPAN = 2**22, 2**24  # numbers at a time, with copies in fp32; and by launches
 
 
 def _low_rank_step(s: Setting, m: Shape) -> tuple[Part, Part]:
-    """Work on 2^22 numbers at a time, more of it where moments are encoded in 8 bits; R, its
-    direction and the factors of the update."""
-    hyper = hyper_of(s)
-    rank = hyper.rank or 0
-    width = max(max(x.out, x.inp) for x in m.linears)
-    largest = max(x.each for x in m.matrices())
-    each = 58 if hyper.state == "int8" else 22
-    spans = each * min(_SPAN, largest)
-    reduced = 3 * 4 * rank * width
-    usual = Part(
-        spans + reduced, f"{each} bytes x {min(_SPAN, largest):,}, and 3 of r x {width:,} fp32"
-    )
+    """Moments in spans, then one span of a change at a time, of whichever parameter needs most."""
+    plain = _plain_move(s, m)
+    moves = [plain, *(_projected_move(s, x) for x in m.linears)]
+    usual = max(moves, key=lambda part: part.size)
+    rank = hyper_of(s).rank or 0
     basis = max((rank + 10) * (x.inp + 2 * x.out) * 4 for x in m.linears)
-    refresh = Part(usual.size + basis, f"{usual.formula}, and a basis with its iteration")
-    return usual, refresh
+    if basis <= usual.size:
+        return usual, usual
+    return usual, Part(basis, f"a basis of {rank} directions and its iteration")
+
+
+def _launched(s: Setting) -> bool:
+    """Whether weights are moved by a launch: int8 ones, and bf16 ones, which round at random."""
+    return s.method == "qgalore" or s.base_dtype == "bf16"
+
+
+def _plain_move(s: Setting, m: Shape) -> Part:
+    """An embedding: its gradient, new moments, what is stored, and the direction in fp32, beside
+    that of the span before. int8 moments are moved by a launch that makes the direction alone."""
+    state, narrow = hyper_of(s).state, trained_bytes(s) == 2
+    each, span = {"int8": (4, _WIDE_SPAN), "bf16": (34, _SPAN), "fp32": (12, _SPAN)}[state]
+    if state == "int8" and not _launched(s):
+        span = _SPAN
+    each += 4 if narrow and state != "int8" else 0
+    largest = max(x.each for x in m.matrices())
+    count = min(span, largest)
+    each += 4 if largest > span else 0
+    return Part(each * count, f"moments and direction of a span {each} x {count:,}")
+
+
+def _projected_move(s: Setting, x: Matrix) -> Part:
+    """R, the direction and its copy for the product; a span of the change, with the gradient's
+    part in fp32 where a method needs that."""
+    hyper = hyper_of(s)
+    each = 4 if hyper.residual == "none" and hyper.scale_by == "element" else 8
+    each += 4 if hyper.residual != "none" else 0
+    span = min(_WIDE_SPAN if _launched(s) else _SPAN, x.each)
+    if each == 4 and not _launched(s):
+        span = 0  # added to the weight as it is multiplied
+    rank = min(hyper.rank or 0, x.out, x.inp)
+    reduced = 10 * rank * max(x.out, x.inp)
+    text = (
+        f"{x.name}: 10 x {rank} x {max(x.out, x.inp):,} in its subspace, a span {each} x {span:,}"
+    )
+    return Part(reduced + each * span, text)

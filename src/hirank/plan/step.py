@@ -65,8 +65,9 @@ class Run:
 
     @property
     def passes(self) -> int:
-        """In one step: the second one finds what every later one does."""
-        return min(self.setting.accumulation, 2)
+        """In one step. Only a step in backward counts them: else gradients of earlier passes are
+        made of zeros, and the last pass finds what it would have found."""
+        return min(self.setting.accumulation, 2) if self.setting.step_in_backward else 1
 
     def _checkpoint(self) -> None:
         options = {"use_reentrant": False, "context_fn": self._recomputing}
@@ -120,6 +121,9 @@ class Run:
 
     def step(self, name: str) -> None:
         """One optimiser step with all its passes; its last part is called `name`."""
+        if self.setting.accumulation > self.passes and not self.setting.step_in_backward:
+            with self.live, self.live.during("between", TEMPORARY):
+                self._gradients_of_zeros()
         for _ in range(self.passes):
             self._pass()
         with self.live, self.live.during(name, TEMPORARY):
@@ -142,12 +146,15 @@ class Run:
     def start_states(self) -> None:
         """The first step of the optimiser without the passes before it: gradients of zeros."""
         with self.live, self.live.during("refresh", TEMPORARY):
-            for p in self.trained:
-                p.grad = torch.zeros_like(p)
-                self.live.adopt([p.grad], "gradients")
+            self._gradients_of_zeros()
             self.optimizer.step()
             self.live.adopt(states_of(self.optimizer), "optimizer state")
             self.optimizer.zero_grad(set_to_none=True)
+
+    def _gradients_of_zeros(self) -> None:
+        for p in self.trained:
+            p.grad = torch.zeros_like(p)
+            self.live.adopt([p.grad], "gradients")
 
     def _pass(self) -> None:
         setting, live = self.setting, self.live
