@@ -61,6 +61,7 @@ bench: $(STAMP)     ## a training step timed: PEFT LoRA, PEFT DoRA, hirank DoRA
 
 docs: $(STAMP)      ## bring the tables of results in the texts up to date
 	$(BIN)/python scripts/tables.py
+	$(BIN)/python scripts/plan_table.py
 	$(BIN)/python scripts/doctor_table.py
 	$(BIN)/python scripts/support_table.py
 
