@@ -71,8 +71,8 @@ def direct(tensor: Tensor) -> bool:
         HAS_TRITON
         and tensor.is_cuda
         and (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter)
+        and not torch.compiler.is_dynamo_compiling()  # first: it cannot trace the next
         and not torch._C._len_torch_dispatch_stack()
-        and not torch.compiler.is_dynamo_compiling()
     )
 
 
