@@ -165,7 +165,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._known:
             return -1
         number = len(self._blocks)
-        size = in_blocks(storage.nbytes() if size is None else size)
+        size = in_blocks(storage.nbytes()) if size is None else size
         self._blocks.append(_Block(size, self.phase, usual=self.usual))
         self._known[key] = weakref.ref(storage, lambda _: self._free(key, number)), number
         self.total += size

@@ -65,8 +65,6 @@ def _fp32_attention(s: Setting) -> str | None:
 
 
 def _bits(s: Setting) -> str | None:
-    if s.is_quantised:
-        return "how bitsandbytes lays out NF4 is known, its workspaces are not: allow 100 MiB"
     if s.state_dtype == "int8" and not s.is_low_rank:
         return "8-bit AdamW is taken to be bitsandbytes', with blocks of 256"
     return None

@@ -24,6 +24,7 @@ from hirank.optim.weights import Int8Weight
 from hirank.plan.live import Live
 from hirank.plan.losses import loss_of
 from hirank.plan.setting import Setting
+from hirank.plan.sizes import in_blocks
 from hirank.plan.states import nf4_bytes
 from hirank.plan.subject import in_nf4, states_of
 
@@ -88,7 +89,9 @@ class Run:
     def _adopt(self) -> None:
         packed = in_nf4(self.model) if self.setting.is_quantised else []
         for p in packed:
-            self.live.adopt([p], "quantised weights", nf4_bytes(p.numel()))
+            codes = -(-p.numel() // 2)
+            size = in_blocks(codes) + nf4_bytes(p.numel()) - codes
+            self.live.adopt([p], "quantised weights", size)
         known = {id(p) for p in packed}
         for p in self.model.parameters():
             if id(p) not in known:
