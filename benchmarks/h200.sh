@@ -48,6 +48,7 @@ part4() {  # all weights of a 7B: memory and seconds of a step; the last line ta
 }
 
 OURS="hirank-galore hirank-galore-two hirank-qgalore hirank-fira hirank-apollo"
+OURS+=" hirank-galore-int4 hirank-galore-two-int4"
 ARMS=${ARMS:-adamw galore-torch $OURS}
 LEARN="pretrain --text ${TEXT:-prose.txt} --vocab 8192 --hidden 512 --layers 8 --heads 8 --seq 256"
 LEARN+=" --batch 64 --rank 128 --gap 200"

@@ -37,13 +37,16 @@ def test_every_arm_learns_and_is_recorded(tmp_path: Path):
     assert "| adamw |" in said[-2] and "state MB" in said[-2]
 
 
-def test_two_sides_have_no_more_state_and_no_smaller_rank_would_do():
-    model = suite._model(SMALL, torch.device("cpu"))
-    one = suite._MAKERS["hirank-galore"](model, SMALL)
-    two = suite._MAKERS["hirank-galore-two"](model, SMALL)
+@pytest.mark.parametrize("store", ["fp32", "int4"])
+def test_two_sides_have_no_more_state_and_no_larger_rank_would_do(store: str):
+    model, end = suite._model(SMALL, torch.device("cpu")), "" if store == "fp32" else "-int4"
+    one = suite._MAKERS[f"hirank-galore{end}"](model, SMALL)
+    two = suite._MAKERS[f"hirank-galore-two{end}"](model, SMALL)
     rank = two.param_groups[0]["rank"]
     assert two.param_groups[0]["sides"] == "two" and rank > SMALL.rank
-    assert two.cost() <= one.cost() < suite._two(model, SMALL, rank + 1).cost()
+    assert {one.param_groups[0]["basis_store"], two.param_groups[0]["basis_store"]} == {store}
+    more = suite._two(model, SMALL, rank + 1, basis_store=store)
+    assert two.cost() <= one.cost() < more.cost()
 
 
 def test_all_arms_see_the_same_batches():

@@ -2,9 +2,9 @@
 
 Same start, same batches in the same order, same schedule (a warmup, then a cosine down to a tenth).
 AdamW has a learning rate of its own; every other arm has `lr`, multiplied by `scale` where a weight
-is projected, as in the papers. The two-sided arm has the largest rank whose state is not larger
-than that of the one-sided arm. Weights are in fp32, on a GPU under bf16 autocast, so that what
-differs is the optimiser; Q-GaLore's are int8.
+is projected, as in the papers. A two-sided arm has the largest rank whose state is not larger than
+that of the one-sided arm with the same bases. Weights are in fp32, on a GPU under bf16 autocast, so
+that what differs is the optimiser; Q-GaLore's are int8.
 """
 
 from __future__ import annotations
@@ -53,16 +53,19 @@ def _preset(cls: type[LowRankAdamW], **more: Any) -> Make:
     return make
 
 
-def _two_sided(model: nn.Module, settings: Pretrain) -> LowRankAdamW:
-    allowed = GaLoreAdamW(model, **_shared(settings)).cost()
-    rank = settings.rank
-    while _two(model, settings, rank + 1).cost() <= allowed and rank < 2 * settings.rank:
-        rank += 1
-    return _two(model, settings, rank)
+def _two_sided(**more: Any) -> Make:
+    def make(model: nn.Module, settings: Pretrain) -> LowRankAdamW:
+        allowed = GaLoreAdamW(model, **_shared(settings), **more).cost()
+        rank = settings.rank
+        while _two(model, settings, rank + 1, **more).cost() <= allowed and rank < settings.hidden:
+            rank += 1
+        return _two(model, settings, rank, **more)
+
+    return make
 
 
-def _two(model: nn.Module, settings: Pretrain, rank: int) -> LowRankAdamW:
-    options = _shared(settings) | {"rank": rank}
+def _two(model: nn.Module, settings: Pretrain, rank: int, **more: Any) -> LowRankAdamW:
+    options = _shared(settings) | {"rank": rank} | more
     return GaLoreAdamW(model, **options, scale=settings.scale, sides="two")
 
 
@@ -80,7 +83,9 @@ _MAKERS: dict[str, Make] = {
     "adamw": _adamw,
     "galore-torch": _galore_torch,
     "hirank-galore": _preset(GaLoreAdamW),
-    "hirank-galore-two": _two_sided,
+    "hirank-galore-two": _two_sided(),
+    "hirank-galore-int4": _preset(GaLoreAdamW, basis_store="int4"),
+    "hirank-galore-two-int4": _two_sided(basis_store="int4"),
     "hirank-qgalore": _preset(QGaLoreAdamW),
     "hirank-fira": _preset(Fira),
     "hirank-apollo": _preset(Apollo, scale=1.0),
