@@ -1,10 +1,10 @@
 """Planned against measured peak memory: 90 settings of six models on one GPU, 16 on several.
 
-    python benchmarks/plan_h200.py                 on a GPU; eight minutes on an H200
+    python benchmarks/plan_h200.py                 on a GPU; some minutes on an H200
     python benchmarks/plan_h200.py --only MODEL    one model (or method) of it; others: the rest
     python benchmarks/plan_h200.py --dry           tiny models on a CPU, by a count of live bytes
     torchrun --nproc-per-node 2 benchmarks/plan_h200.py --sharded [--dry]
-                                                   DDP and FSDP2, two minutes
+                                                   DDP and FSDP2
 
 All predictions are made and written down (plan_before.jsonl) before the first model is; then each
 setting runs two steps with random weights, and the peak of the second is measured with
@@ -23,6 +23,7 @@ import argparse
 import gc
 import statistics
 import tempfile
+import time
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -360,7 +361,8 @@ def compare(found: list[Setting], suite: str, device: str, asked: argparse.Names
     rows = [{**known, **predict(setting)} for setting in found]
     append(asked.out, f"{suite}_before", rows)  # before the first is measured
     for setting, row in zip(found, rows, strict=True):
-        row.update(measure(setting, device))
+        began = time.perf_counter()
+        row.update(measure(setting, device), seconds=round(time.perf_counter() - began, 1))
         append(asked.out, suite, [row])
         show(row)
     summary(rows)

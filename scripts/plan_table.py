@@ -44,13 +44,17 @@ def filled(text: str) -> str:
     def made(found: re.Match[str]) -> str:
         opening, kind, name, _, closing = found.groups()
         rows = read(RESULTS / f"{name}.jsonl")
+        if not rows:
+            return f"{opening}\nNot measured yet.\n\n{closing}"
         return f"{opening}\n{runs(rows) if kind == 'runs' else newest_table(rows)}\n{closing}"
 
     return _BLOCK.sub(made, text)
 
 
 def read(path: Path) -> list[Row]:
-    """Rows of a results file, oldest first."""
+    """Rows of a results file, oldest first; none if there is no file."""
+    if not path.is_file():
+        return []
     lines = path.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.strip()]
 

@@ -7,7 +7,8 @@
              one at a time, its successor on its way
     fsdp2    the same, states in the weights' own dtype
 
-No run on several GPUs has been held against these formulas yet; a plan with one says so.
+DDP and FSDP2 are what `benchmarks/plan_h200.py --sharded` holds against GPUs; ZeRO is read off its
+documents. A plan of several GPUs gives a bound.
 """
 
 from __future__ import annotations
@@ -80,6 +81,6 @@ def note_of(s: Setting) -> str | None:
         return None
     bound = "5 %" if s.sharding == "ddp" else "15 %"
     return (
-        f"{s.sharding} on {s.world} GPUs is computed from its documents and was not measured: "
-        f"allow {bound}, and about 1 GiB for NCCL, which no allocator counts"
+        f"{s.sharding} on {s.world} GPUs is computed from how it works (docs/plan.md shows what was "
+        f"measured): allow {bound}, and about 1 GiB for NCCL, which no allocator counts"
     )
