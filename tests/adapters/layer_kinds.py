@@ -75,14 +75,14 @@ CONVS = {
     "same": Kind(lambda: nn.Conv2d(4, 16, 3, padding="same"), images(4, 5, 5)),
     "channels-last": Kind(lambda: last(nn.Conv2d(4, 6, 3)), images(4, 7, 7)),
     "dilated": Kind(lambda: nn.Conv2d(4, 6, 3, padding=2, dilation=2), images(4, 7, 7), False),
-    "dilated-1d": Kind(lambda: nn.Conv1d(4, 6, 3, dilation=3), images(4, 15), False),
+    "dilated-1d": Kind(lambda: nn.Conv1d(4, 24, 3, dilation=3), images(4, 15), False),
     "grouped": Kind(lambda: nn.Conv2d(8, 12, 3, groups=4, padding=1), images(8, 6, 6), False),
     "grouped-1d": Kind(lambda: nn.Conv1d(4, 6, 3, groups=2, bias=False), images(4, 9), False),
     "grouped-last": Kind(lambda: last(nn.Conv2d(8, 4, 3, groups=2)), images(8, 6, 6), False),
 }
 for mode in ("reflect", "replicate", "circular"):
     CONVS[mode] = Kind(
-        lambda mode=mode: nn.Conv2d(4, 6, 3, padding=1, padding_mode=mode), images(4, 7, 6), False
+        lambda mode=mode: nn.Conv2d(4, 24, 3, padding=1, padding_mode=mode), images(4, 7, 6), False
     )
 CONVS["reflect-1d"] = Kind(
     lambda: nn.Conv1d(4, 6, 3, padding=2, stride=2, padding_mode="reflect"), images(4, 9), False

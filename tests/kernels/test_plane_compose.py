@@ -171,7 +171,7 @@ def test_nothing_is_saved_for_a_frozen_magnitude():
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         plane_compose(leaves["base"], lora, leaves["magnitude"], norm, scale=SCALE)
-    assert all(t.dim() == 1 for t in saved)
+    assert all(t.numel() <= 3 for t in saved)
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hirank.adapters.layers import Adapter
+from hirank.adapters.owned_conv import (
+    Moves,
+    has_channels_last,
+    owned_conv,
+    planes,
+    rows,
+    to_images,
+)
+from hirank.adapters.viewed_norms import ViewedNormCache
+from hirank.kernels._backend import check_backend
+from hirank.kernels._triton import interpreting
 from hirank.kernels.dora_compose import dora_compose
-from hirank.kernels.dora_linear import compute_dtype
 from hirank.kernels.plane_compose import plane_compose
 
 __all__ = ["Geometry", "conv_forward", "matrices"]
 
 _CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Geometry(NamedTuple):
@@ -67,18 +76,86 @@ def conv_forward(
     """
     if x.dim() == weight.dim() - 1:
         return conv_forward(x[None], weight, bias, geometry, adapters, backend)[0]
-    dtype = compute_dtype(x, weight)
+    dtype = _compute_dtype(x, weight)
     if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(
             f"a convolution got x in {x.dtype} and a weight in {weight.dtype}: cast one of them, "
             "or run under autocast."
         )
     x = x.to(dtype)
+    if len(adapters) == 1 and _ownable(x, geometry, adapters[0]):
+        return _owned(x, weight, bias, geometry, adapters[0], backend)
     given = _Given(x, _padded(x, geometry), weight, weight.to(dtype), _cast(bias, dtype), geometry)
     y = _convolved(given.padded, given.cast, given.bias, geometry)
     for adapter in adapters:
         y = _add_adapter(y, given, adapter, backend)
     return y
+
+
+# asked now: not every compiler can trace the question
+_AUTOCAST = [kind for kind in ("cuda", "cpu", "xpu") if torch.amp.is_autocast_available(kind)]
+
+
+def _compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """What the base convolution would compute in."""
+    kind = x.device.type
+    if kind in _AUTOCAST and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype
+
+
+def _ownable(x: Tensor, geometry: Geometry, adapter: Adapter) -> bool:
+    """Whether one node of autograd is to stand for the whole layer; on a CPU its parts are fast."""
+    return (
+        (x.is_cuda or interpreting())
+        and adapter.dropout is None
+        and not isinstance(geometry.padding, str)
+        and x.numel() > 0
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _owned(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    adapter: Adapter,
+    backend: str,
+) -> Tensor:
+    A, B, magnitude, scale, *_ = adapter
+    norm = _norm(adapter, weight, geometry.groups, x.dtype)
+    zeros = geometry.mode == "zeros"
+    margins = geometry.padding if zeros else [0] * len(geometry.stride)
+    moves = Moves(geometry.stride, margins, geometry.dilation, geometry.groups)
+
+    def formula(x: Tensor, A: Tensor, B: Tensor, m: Any, bias: Any, W: Tensor, norm: Any) -> Tensor:
+        inner = geometry if zeros else geometry._replace(mode="zeros", padding=0)
+        given = _Given(x, x, W, W, bias, inner)
+        joined = _convolved(x, W, bias, inner)
+        hidden = _convolved(x, A.to(x.dtype), None, inner, groups=1)
+        joined = _added(joined, hidden, B.to(x.dtype), scale, inner.groups)
+        return (
+            joined if m is None else _composed(None, joined, m, norm, 1, given.bias, None, "torch")
+        )
+
+    if backend != "auto":
+        check_backend(backend, x.device)
+    return owned_conv(
+        _padded(x, geometry).to(x.dtype), weight.to(x.dtype), _cast(bias, x.dtype), A, B,
+        None if magnitude is None else magnitude.flatten(), norm,
+        scale=scale, moves=moves, plain=backend == "torch", formula=formula,
+    )  # fmt: skip
+
+
+def _norm(adapter: Adapter, weight: Tensor, groups: int, dtype: torch.dtype) -> Tensor | None:
+    """||W + s B A|| for each out channel; None with plain LoRA."""
+    A, B, magnitude, scale, _, norms, *_ = adapter
+    if magnitude is None or norms is None:
+        return None
+    if isinstance(norms, ViewedNormCache):
+        return norms.norm(*norms.views(weight, A, B), scale, dtype)
+    return norms.norm(*matrices(weight, A, B, groups), scale, dtype)
 
 
 class _Given(NamedTuple):
@@ -113,14 +190,14 @@ def _convolved(
 
 
 def _add_adapter(y: Tensor, given: _Given, adapter: Adapter, backend: str) -> Tensor:
-    A, B, magnitude, scale, dropout, norms, single_gemm = adapter
+    A, B, magnitude, scale, dropout, _, single_gemm = adapter
     geometry, dtype = given.geometry, y.dtype
     dropped = given.padded if dropout is None else _padded(dropout(given.x), geometry)
     hidden = _convolved(dropped, A.to(dtype), None, geometry, groups=1)
-    if magnitude is None or norms is None:
+    norm = _norm(adapter, given.weight, geometry.groups, dtype)
+    if magnitude is None or norm is None:
         return _added(y, hidden, B.to(dtype), scale, geometry.groups)
     magnitude = magnitude.flatten()
-    norm = norms.norm(*matrices(given.weight, A, B, geometry.groups), scale, dtype)
     if dropout is not None and not single_gemm:
         frozen = _convolved(dropped, given.cast, None, geometry)
         lora = _pointwise(hidden, B.to(dtype), geometry.groups)
@@ -135,18 +212,17 @@ def _pointwise(hidden: Tensor, B: Tensor, groups: int) -> Tensor:
 
 
 def _added(y: Tensor, hidden: Tensor, B: Tensor, scale: float, groups: int) -> Tensor:
-    """y + s B * hidden, inside one GEMM where there are no groups.
+    """y + s B * hidden, on a GPU inside one GEMM where there are no groups.
 
     Out of place: y is a view of the convolution's output, and autograd would copy its gradient.
     """
-    if groups > 1:
+    if groups > 1 or y.device.type == "cpu":
         return torch.add(y, _pointwise(hidden, B, groups), alpha=scale)
     factor = B.flatten(1)  # [N, R]
-    if _has_channels_last(y):
-        rows = torch.addmm(_rows(y), _rows(hidden), factor.T, alpha=scale)
-        return _images(rows, y)
+    if has_channels_last(y):
+        return to_images(torch.addmm(rows(y), rows(hidden), factor.T, alpha=scale), y)
     factor = factor.expand(y.shape[0], *factor.shape)
-    return torch.baddbmm(_planes(y), factor, _planes(hidden), alpha=scale).view(y.shape)
+    return torch.baddbmm(planes(y), factor, planes(hidden), alpha=scale).view(y.shape)
 
 
 def _composed(
@@ -160,35 +236,13 @@ def _composed(
     backend: str,
 ) -> Tensor:
     """As `dora_compose`, whichever way the channels lie."""
-    last = _has_channels_last(lora)
-    flat, compose = (_rows, dora_compose) if last else (_planes, plane_compose)
+    last = has_channels_last(lora)
+    flat, compose = (rows, dora_compose) if last else (planes, plane_compose)
     out = compose(
         None if base is None else flat(base), flat(lora), magnitude, norm,
         scale=scale, bias=bias, y=None if y is None else flat(y), backend=backend,
     )  # fmt: skip
-    return _images(out, lora) if last else out.view(lora.shape)
-
-
-def _has_channels_last(images: Tensor) -> bool:
-    layout = _CHANNELS_LAST.get(images.dim())
-    if layout is None or images.is_contiguous():
-        return False
-    return images.is_contiguous(memory_format=layout)
-
-
-def _planes(images: Tensor) -> Tensor:
-    """[I, N, ...] to [I, N, S]; a view where channels come before positions."""
-    return images.reshape(*images.shape[:2], -1) if images.numel() else images.flatten(2)
-
-
-def _rows(images: Tensor) -> Tensor:
-    """[I, N, ...] to [I S, N]; a view where channels come last."""
-    return images.movedim(1, -1).reshape(-1, images.shape[1])
-
-
-def _images(rows: Tensor, like: Tensor) -> Tensor:
-    """[I S, N] back to the shape of `like`."""
-    return rows.view(like.shape[0], *like.shape[2:], rows.shape[1]).movedim(-1, 1)
+    return to_images(out, lora) if last else out.view(lora.shape)
 
 
 def matrices(
@@ -199,6 +253,6 @@ def matrices(
     Columns may come in any order, as long as it is the same for W and A.
     """
     with torch.enable_grad():  # a view of what is trained says so, also while nothing is recorded
-        if groups == 1 and _has_channels_last(weight):
+        if groups == 1 and has_channels_last(weight):
             weight, lora_A = weight.movedim(1, -1), lora_A.movedim(1, -1)
         return weight.flatten(1), lora_A.flatten(1), lora_B.flatten(1)

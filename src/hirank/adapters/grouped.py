@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hirank.adapters.capture import capturing
-from hirank.adapters.gain import NormCache
+from hirank.adapters.viewed_norms import ViewedNormCache
 from hirank.kernels.grouped_norm import grouped_norm, grouped_norm_op
 
 __all__ = ["GroupedNormCache", "GroupedNorms"]
@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
 
 
 @dataclass(eq=False)
-class GroupedNormCache(NormCache):
+class GroupedNormCache(ViewedNormCache):
     """A `NormCache` by `grouped_norm`: W, A and B are compared by value, on every device."""
 
     groups: int = 1

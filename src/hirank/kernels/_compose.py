@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 from hirank.kernels._ops import register_op
-from hirank.kernels._triton import direct, jit, tl
+from hirank.kernels._triton import direct, interpreting, jit, tl
 from hirank.kernels._tuning import tiles
 from hirank.kernels.dora_norm import dora_gain
 
-__all__ = ["Compose", "Composed", "check_alike", "compose", "fits", "load_gain", "packed", "room"]
+__all__ = [
+    "Compose",
+    "Composed",
+    "backward_way",
+    "by_formula",
+    "check_alike",
+    "compose",
+    "fits",
+    "forward_way",
+]
+__all__ += ["gain_here", "load_gain", "packed", "room"]
 
 Forward = Callable[..., Tensor]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -104,6 +114,34 @@ def _like_backward(dout: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return room(dout, need_base), room(dout, need_lora), room(magnitude, need_m)
 
 
+def by_formula(tensor: Tensor, plain: bool) -> bool:
+    """Whether the formula, as autograd sees it, is all there is to run: its parts are in C++."""
+    wide = tensor.dtype in (torch.float32, torch.float64)  # else it would keep widened copies
+    here = plain or (tensor.device.type == "cpu" and not interpreting())
+    return wide and here
+
+
+def gain_here(magnitude: Tensor, norm: Tensor) -> Tensor:
+    """As `dora_gain`, in fewer steps where a look at the values costs nothing."""
+    if norm.device.type == "cpu" and not torch.compiler.is_compiling() and bool((norm > 0).all()):
+        return magnitude.to(norm.dtype) / norm
+    return dora_gain(magnitude, norm)
+
+
+def forward_way(how: Compose, tensor: Tensor, plain: bool) -> Forward:
+    """What runs forward on such a tensor."""
+    if plain:
+        return how.forward_ref
+    return how.launch_forward if direct(tensor) else how.forward_op
+
+
+def backward_way(how: Compose, tensor: Tensor, plain: bool) -> Backward:
+    """What runs backward on such a tensor. Gradients of gradients: by plain algebra."""
+    if plain or torch.is_grad_enabled():
+        return how.backward_ref
+    return how.launch_backward if direct(tensor) else how.backward_op
+
+
 class Composed(torch.autograd.Function):
     """`Composed.apply(base, lora, magnitude, norm, bias, y, scale, plain, how)`."""
 
@@ -123,9 +161,7 @@ class Composed(torch.autograd.Function):
         reads = (base, lora) if ctx.needs_input_grad[2] else (None, None)
         ctx.save_for_backward(*reads, magnitude, norm, bias)
         ctx.scale, ctx.plain, ctx.how = scale, plain, how
-        fused = how.launch_forward if direct(lora) else how.forward_op
-        forward = how.forward_ref if plain else fused
-        return forward(base, lora, magnitude, norm, bias, y, scale)
+        return forward_way(how, lora, plain)(base, lora, magnitude, norm, bias, y, scale)
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> Any:
@@ -133,10 +169,7 @@ class Composed(torch.autograd.Function):
         base, lora, magnitude, norm, bias = ctx.saved_tensors
         need_base, need_lora, need_m, _, need_bias, need_y, *_ = ctx.needs_input_grad
         dout = douts[0].contiguous()
-        backward = how.launch_backward if direct(dout) else how.backward_op
-        if ctx.plain or torch.is_grad_enabled():  # gradients of gradients: by plain algebra
-            backward = how.backward_ref
-        dbase, dlora, dm = backward(
+        dbase, dlora, dm = backward_way(how, dout, ctx.plain)(
             dout, base, lora, magnitude, norm, bias, ctx.scale, need_base, need_lora, need_m
         )
         db = None

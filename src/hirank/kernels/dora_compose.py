@@ -33,12 +33,22 @@ import torch
 from torch import Tensor
 
 from hirank.kernels._backend import check_backend
-from hirank.kernels._compose import Composed, check_alike, compose, fits, load_gain, packed, room
+from hirank.kernels._compose import (
+    Composed,
+    by_formula,
+    check_alike,
+    compose,
+    fits,
+    gain_here,
+    load_gain,
+    packed,
+    room,
+)
 from hirank.kernels._triton import Launcher, jit, tl
 from hirank.kernels._tuning import tiles
 from hirank.kernels.dora_norm import dora_gain
 
-__all__ = ["dora_compose", "dora_compose_bwd_ref", "dora_compose_ref"]
+__all__ = ["DORA_COMPOSE", "dora_compose", "dora_compose_bwd_ref", "dora_compose_ref"]
 
 # What it means.
 
@@ -53,8 +63,18 @@ def dora_compose_ref(
     scale: float,
 ) -> Tensor:
     """y + (g - 1) (base - b) + g s lora in the gain's precision, rounded once. [M, N]"""
-    gain = dora_gain(magnitude, norm)
-    out = lora * (gain * scale)
+    return _joined(base, lora, dora_gain(magnitude, norm), bias, y, scale)
+
+
+def _joined(
+    base: Tensor | None,
+    lora: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    y: Tensor | None,
+    scale: float,
+) -> Tensor:
+    out = lora * (gain if scale == 1 else gain * scale)
     if bias is not None:
         out = out + (1 - gain) * bias
     if base is not None:
@@ -256,7 +276,7 @@ def _launch_backward(
 
 # How PyTorch sees it.
 
-_HOW = compose(
+DORA_COMPOSE = compose(
     "dora_compose",
     dora_compose_ref,
     dora_compose_bwd_ref,
@@ -316,10 +336,21 @@ def dora_compose(
     if backend != "auto":
         check_backend(backend, lora.device)
 
+    if by_formula(lora, backend == "torch"):
+        return _joined(base, lora, gain_here(magnitude, norm), bias, y, scale)
+
     def flat(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.reshape(-1, lora.shape[-1]).contiguous()
 
     out: Tensor = Composed.apply(
-        flat(base), flat(lora), magnitude, norm, bias, flat(y), scale, backend == "torch", _HOW
+        flat(base),
+        flat(lora),
+        magnitude,
+        norm,
+        bias,
+        flat(y),
+        scale,
+        backend == "torch",
+        DORA_COMPOSE,
     )
     return out.view(lora.shape)

@@ -24,11 +24,21 @@ import torch
 from torch import Tensor
 
 from hirank.kernels._backend import check_backend
-from hirank.kernels._compose import Composed, check_alike, compose, fits, load_gain, packed, room
+from hirank.kernels._compose import (
+    Composed,
+    by_formula,
+    check_alike,
+    compose,
+    fits,
+    gain_here,
+    load_gain,
+    packed,
+    room,
+)
 from hirank.kernels._triton import Launcher, jit, tl
 from hirank.kernels.dora_norm import dora_gain
 
-__all__ = ["plane_compose", "plane_compose_bwd_ref", "plane_compose_ref"]
+__all__ = ["PLANE_COMPOSE", "plane_compose", "plane_compose_bwd_ref", "plane_compose_ref"]
 
 # What it means.
 
@@ -43,11 +53,23 @@ def plane_compose_ref(
     scale: float,
 ) -> Tensor:
     """y + (g - 1) (base - b) + g s lora in the gain's precision, rounded once. [I, N, S]"""
-    gain = dora_gain(magnitude, norm)[:, None]
+    return _joined(base, lora, dora_gain(magnitude, norm), bias, y, scale)
+
+
+def _joined(
+    base: Tensor | None,
+    lora: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    y: Tensor | None,
+    scale: float,
+) -> Tensor:
+    gain = gain[:, None]
+    factor = gain if scale == 1 else gain * scale
     if bias is None:
-        out = lora * (gain * scale)
+        out = lora * factor
     else:
-        out = torch.addcmul((1 - gain) * bias[:, None], lora.to(gain.dtype), gain * scale)
+        out = torch.addcmul((1 - gain) * bias[:, None], lora.to(gain.dtype), factor)
     if base is not None:
         out = torch.addcmul(out, base, gain - 1)
     if y is not None:
@@ -238,7 +260,7 @@ def _magnitude(part: Tensor, magnitude: Tensor, norm: Tensor) -> Tensor:
 
 # How PyTorch sees it.
 
-_HOW = compose(
+PLANE_COMPOSE = compose(
     "plane_compose",
     plane_compose_ref,
     plane_compose_bwd_ref,
@@ -280,7 +302,9 @@ def plane_compose(
     if backend != "auto":
         check_backend(backend, lora.device)
     plain = backend == "torch"
-    out: Tensor = Composed.apply(base, lora, magnitude, norm, bias, y, scale, plain, _HOW)
+    if by_formula(lora, plain):
+        return _joined(base, lora, gain_here(magnitude, norm), bias, y, scale)
+    out: Tensor = Composed.apply(base, lora, magnitude, norm, bias, y, scale, plain, PLANE_COMPOSE)
     return out
 
 

@@ -9,7 +9,7 @@ import torch
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from hirank.adapters.gain import NormCache, base_norm
+from hirank.adapters.gain import base_norm
 from hirank.adapters.grouped import GroupedNormCache, GroupedNorms
 from hirank.adapters.groups import Family
 from hirank.adapters.layers import Adapter, Norms
@@ -23,12 +23,14 @@ from hirank.adapters.peft.operands import (
     factors,
     groups_of,
     magnitude_of,
+    matrices_of,
     norm_inputs,
     present,
 )
 from hirank.adapters.peft.options import Options
 from hirank.adapters.peft.route import Known, adapter_obstacle, base_obstacle, route
 from hirank.adapters.traced import TracedNorms
+from hirank.adapters.viewed_norms import ViewedNormCache
 from hirank.kernels.grouped_norm import grouped_norm
 
 __all__ = ["Converted", "adapters_of", "fresh_norm", "norms_of", "one_of", "way_of"]
@@ -40,7 +42,7 @@ class Converted(
     """Stands before PEFT's class in the layers that `accelerate` makes."""
 
     _hirank_known: "Known | None"  # the last route, for as long as it holds
-    _hirank_norms: dict[str, NormCache]
+    _hirank_norms: dict[str, ViewedNormCache]
     _hirank_family: Family  # the norms of all layers of its model
     _hirank_base: Tensor | None  # the base weight while adapters are merged into it
     _hirank_options: Options
@@ -174,15 +176,16 @@ def _traced_norms(layer: Any) -> Norms:
     return GroupedNorms(groups) if groups > 1 else TracedNorms()
 
 
-def norms_of(layer: Any, name: str) -> NormCache:
+def norms_of(layer: Any, name: str) -> ViewedNormCache:
     """The norms of one adapter, made where there are none."""
-    norms: NormCache | None = layer._hirank_norms.get(name)
+    norms: ViewedNormCache | None = layer._hirank_norms.get(name)
     if norms is None or norms.owner() is not layer:  # new, or a copy made with its layer
         owner = weakref.ref(layer)
         source, groups = functools.partial(_source, owner, name), groups_of(layer)
-        norms = NormCache(source, owner, layer._hirank_family)
+        norms = ViewedNormCache(source, owner, layer._hirank_family)
         if groups > 1:
             norms = GroupedNormCache(source, owner, layer._hirank_family, groups=groups)
+        norms.turn = matrices_of(layer)
         layer._hirank_norms[name] = norms
     return norms
 
@@ -206,8 +209,8 @@ def _source(owner: "weakref.ref[Any]", name: str) -> tuple[Tensor, Tensor, Tenso
         return None
     if name not in layer.active_adapters and name not in layer._hirank_mixed:
         return None
-    found = norm_inputs(layer, name)
-    held = (layer.base_layer.weight, *factors(layer, name))
+    norms, held = layer._hirank_norms.get(name), (layer.base_layer.weight, *factors(layer, name))
+    found = norm_inputs(layer, name) if norms is None else norms.views(*held)
     if any(a.data_ptr() != b.data_ptr() for a, b in zip(found, held, strict=True)):
         return None
     return *found, layer.scaling[name]

@@ -9,6 +9,8 @@
 Everything is a view of what the layer holds, wherever its layout allows.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from peft.tuners.lora import layer as peft_lora
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hirank.adapters.conv import matrices
+from hirank.adapters.viewed_norms import as_they_lie
 
 __all__ = [
     "as_matrix",
@@ -25,6 +28,7 @@ __all__ = [
     "factors",
     "groups_of",
     "magnitude_of",
+    "matrices_of",
     "norm_inputs",
     "present",
     "turned",
@@ -92,8 +96,15 @@ def as_matrix(layer: Any, weight: Tensor) -> Tensor:
 
 def norm_inputs(layer: Any, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """W, A and B as matrices, in one order of columns."""
-    weight = layer.base_layer.weight
-    A, B = factors(layer, name)
+    return matrices_of(layer)(layer.base_layer.weight, *factors(layer, name))
+
+
+def matrices_of(layer: Any) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """How base weight, A and B of such a layer become matrices, in one order of columns."""
     if convolves(layer):
-        return matrices(weight, A, B, groups_of(layer))
-    return (weight.T if turned(layer.base_layer) else weight), A, B
+        return functools.partial(matrices, groups=groups_of(layer))
+    return _turned if turned(layer.base_layer) else as_they_lie
+
+
+def _turned(weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return weight.T, lora_A, lora_B
