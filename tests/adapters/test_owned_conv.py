@@ -1,0 +1,122 @@
+"""A convolution as one node of autograd: on a CPU by its formulas, on a GPU by kernels."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hirank.adapters.owned_conv import Moves, owned_conv
+from hirank.testing import assert_within_budget, outputs_and_gradients
+
+SCALE = 1.5
+CASES = {
+    "plain": {},
+    "strided": {"stride": 2, "padding": 1},
+    "dilated": {"dilation": 2, "padding": 2},
+    "grouped": {"groups": 2, "padding": 1},
+    "last": {"padding": 1, "last": True},
+    "grouped-last": {"groups": 2, "last": True},
+    "one image": {"images": 1, "padding": 1},
+}
+
+
+def make(dtype, device, *, groups=1, images=3, last=False, **moves):
+    draw = torch.Generator().manual_seed(7)
+
+    def random(*shape):
+        return torch.randn(shape, generator=draw, dtype=torch.float64).to(device, dtype)
+
+    x, A, B = random(images, 4, 9, 8), random(2, 4, 3, 3) / 6, random(16, 2 // groups, 1, 1)
+    weight = random(16, 4 // groups, 3, 3) / 6
+    if last:
+        x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
+    wide = torch.promote_types(dtype, torch.float32)
+    norm = torch.rand(16, generator=draw, dtype=torch.float64).to(device, wide) + 0.5
+    leaves = {"x": x, "A": A, "B": B, "m": random(16).to(wide), "bias": random(16)}
+    given = Moves(*([moves.get(k, d)] * 2 for k, d in (("stride", 1), ("padding", 0))),
+                  [moves.get("dilation", 1)] * 2, groups)  # fmt: skip
+    return leaves, weight, norm, given
+
+
+def formula(weight, norm, moves, x, A, B, m, bias):
+    how = {"stride": moves.stride, "padding": moves.padding, "dilation": moves.dilation}
+    u = F.conv2d(x, weight, None, **how, groups=moves.groups)
+    u = u + SCALE * F.conv2d(F.conv2d(x, A, None, **how), B, groups=moves.groups)
+    if m is not None:
+        u = ((m / norm)[:, None, None] * u).to(x.dtype)
+    return u + bias[:, None, None]
+
+
+def ours(weight, norm, moves, plain=False):
+    def parts(x, A, B, m, bias, W, n):
+        return formula(W, n, moves, x, A, B, m, bias)
+
+    def call(x, A, B, bias, m=None):
+        return owned_conv(
+            x, weight, bias, A, B, m, None if m is None else norm,
+            scale=SCALE, moves=moves, plain=plain, formula=parts,
+        )  # fmt: skip
+
+    return call
+
+
+def hold(case, dtype, device, dora):
+    leaves, weight, norm, moves = make(dtype, device, **CASES[case])
+    if not dora:
+        del leaves["m"]
+
+    def fresh(to=None):
+        return {k: v.detach().clone().to(to or v.dtype).requires_grad_() for k, v in leaves.items()}
+
+    def plain(wide):
+        def call(x, A, B, bias, m=None):
+            return formula(weight.to(wide), norm.to(m.dtype if m is not None else wide), moves,
+                           x, A, B, m, bias)  # fmt: skip
+
+        return call
+
+    truth = outputs_and_gradients(plain(torch.float64), fresh(torch.float64))
+    allowed = outputs_and_gradients(plain(dtype), fresh())
+    got = outputs_and_gradients(ours(weight, norm, moves), fresh())
+    assert got["out"].stride() == allowed["out"].stride()
+    assert_within_budget(got, allowed, truth, dtype)
+
+
+@pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients(case, dora):
+    hold(case, torch.float32, "cpu", dora)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_on_a_gpu(case, dora, dtype):
+    hold(case, dtype, "cuda", dora)
+
+
+@pytest.mark.parametrize("case", ["plain", "grouped"])
+def test_gradients_of_gradients(case):
+    leaves, weight, norm, moves = make(torch.float64, "cpu", **CASES[case])
+    names = [*leaves]
+    call = ours(weight, norm, moves, plain=True)
+    given = [leaves[name][:1] if name == "x" else leaves[name] for name in names]
+
+    def run(*tensors):
+        return call(**dict(zip(names, tensors, strict=True)))[..., :2, :2]
+
+    inputs = [t.clone().requires_grad_() for t in given]
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
+
+
+def test_a_row_without_norm_is_left_as_lora():
+    leaves, weight, norm, moves = make(torch.float32, "cpu")
+    norm[3] = 0
+    found = outputs_and_gradients(ours(weight, norm, moves), {
+        k: v.clone().requires_grad_() for k, v in leaves.items()
+    })  # fmt: skip
+    leaves.pop("m")
+    lora = ours(weight, norm, moves)(**leaves)
+    torch.testing.assert_close(found["out"][:, 3], lora[:, 3])
+    assert found["dm"][3] == 0 and all(torch.isfinite(t).all() for t in found.values())
