@@ -7,7 +7,6 @@ Any other scale is a factor of the GEMM.
 In fp16 a large s could make h overflow: a power of two of it goes on B instead.
 """
 
-import functools
 import math
 
 import torch
@@ -69,7 +68,6 @@ def _brief(x: Tensor, lora_A: Tensor, lora_B: Tensor) -> bool:
     )
 
 
-@functools.cache
 def _rides(scale: float) -> bool:
     """Whether s can be multiplied into the casts without a rounding."""
     return math.frexp(scale)[0] in (0.5, -0.5) and 2.0**-32 < abs(scale) < 2.0**32

@@ -27,7 +27,6 @@ Saves      x and h, as LoRA does, and (for dm) the output y; the weights by refe
 Paper      DoRA, arXiv 2402.09353, eq. 5; section 4.3: the norm is a constant for autograd.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -313,13 +312,15 @@ def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
-@functools.cache
-def _knows_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)
+# asked now: torch 2.11 cannot trace the question, and no call need ask again
+_AUTOCAST = {kind: torch.amp.is_autocast_available(kind) for kind in ("cuda", "cpu", "xpu")}
 
 
 def _autocast(kind: str) -> bool:
-    return _knows_autocast(kind) and torch.is_autocast_enabled(kind)
+    available = _AUTOCAST.get(kind)
+    if available is None:
+        available = torch.amp.is_autocast_available(kind)
+    return available and torch.is_autocast_enabled(kind)
 
 
 def dora_linear(
