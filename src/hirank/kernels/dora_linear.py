@@ -255,11 +255,11 @@ class _DoraLinear(torch.autograd.Function):
         if torch.is_grad_enabled():  # double backward: rare, so by autograd on the plain formula
             grads = differentiable_grads(weights, ctx.needs_input_grad[:5], ctx.scale, x, dys[0])
             return *grads, None, None, None, None
-        grads = dora_linear_bwd_ref(
+        found = dora_linear_bwd_ref(
             dys[0], x, h, y, weights.weight, weights.lora_A, weights.lora_B, weights.magnitude,
             weights.norm, weights.bias, ctx.scale, ctx.needs_input_grad[:5], ctx.gain_pass,
         )  # fmt: skip
-        return *grads, None, None, None, None
+        return *found, None, None, None, None
 
 
 # without the look for functorch's wrappers that PyTorch takes at every argument of every call
