@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hirank.adapters.dequantise import Packed, is_registered, kind_of
-from hirank.adapters.explain import Route
 from hirank.adapters.groups import Family
 from hirank.adapters.mixed import Run
 from hirank.adapters.peft.mixed import MixedBatches
@@ -35,6 +34,7 @@ from hirank.adapters.peft.quantised_route import (
 )
 from hirank.adapters.peft.quantised_route import quantised_present as present
 from hirank.adapters.peft.quantised_route import quantised_route as route
+from hirank.adapters.peft.route import Known
 from hirank.adapters.quantised import QuantisedAdapter, composed_quantised, owned_quantised
 from hirank.adapters.quantised_norms import QuantisedNorms, Watch
 from hirank.errors import HirankError
@@ -57,15 +57,15 @@ class QuantisedLayer(MixedBatches):
     _hirank_watch: Watch  # the norms of all such layers of its model
     _hirank_stored: Stored | None  # the base while adapters are merged into it
     _hirank_options: Options
+    _hirank_known: Known | None = None  # the last route, for as long as it holds
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:  # adapter_names, aLoRA offsets, or a base layer with more arguments
             return self._by_peft(x, *args, **kwargs)
-        found = route(self)
         try:
-            if found.tier == "peft" or (torch.compiler.is_compiling() and not _has_dora(self)):
+            if torch.compiler.is_compiling() and (not _has_dora(self) or route(self).tier == "peft"):
                 return self._by_peft(x)
-            y: Tensor = _outside_graphs(self, x, found)
+            y: Tensor = _outside_graphs(self, x)
             return y
         except (ValueError, RuntimeError, IndexError) as error:
             fault = fault_of_quantised(self, x)
@@ -188,14 +188,33 @@ def _has_dora(layer: Any) -> bool:
     return any(name in layer.lora_variant for name in present(layer))
 
 
+def _known(layer: Any) -> Known:
+    """The route and the adapters of this call: asked for anew only where something changed.
+
+    What a library keeps beside its weight is looked at in any case.
+    """
+    known: Known | None = layer._hirank_known
+    base = layer.base_layer
+    if known is None or not known.holds(layer) or known_kind(layer).obstacle(base) is not None:
+        found = route(layer)
+        known = layer._hirank_known = Known(layer, _adapters, found)
+    return known
+
+
+def _adapters(layer: Any, names: list[str]) -> list[QuantisedAdapter]:
+    return [_adapter(layer, name) for name in names]
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside_graphs(layer: Any, x: Tensor, found: Route) -> Tensor:
-    settings: Options = layer._hirank_options
-    packed = Packed(layer.base_layer, known_kind(layer), x)
-    adapters = [_adapter(layer, name) for name in present(layer)]
-    if found.tier == "owned":
-        return owned_quantised(x, packed, adapters[0], settings.backend)
-    return composed_quantised(x, packed, adapters, settings.backend)
+def _outside_graphs(layer: Any, x: Tensor) -> Tensor:
+    known = _known(layer)
+    if known.tier == "peft":
+        y: Tensor = layer._by_peft(x)
+        return y
+    packed = Packed(known.base, known_kind(layer), x)
+    if known.tier == "owned":
+        return owned_quantised(x, packed, known.adapters[0], known.backend)
+    return composed_quantised(x, packed, known.adapters, known.backend)
 
 
 def _adapter(layer: Any, name: str) -> QuantisedAdapter:

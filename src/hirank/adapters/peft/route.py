@@ -130,9 +130,15 @@ class Known:
         "adapters", "backend", "base", "bias", "tier", "turned", "weight",
     )  # fmt: skip
 
-    def __init__(self, layer: Any, adapters: Callable[[Any, list[str]], list[Any]]) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        adapters: Callable[[Any, list[str]], list[Any]],
+        found: Route | None = None,
+    ) -> None:
+        """`found`: the route, where it was asked for another way than by `route`."""
         names = present(layer)
-        self.tier = route(layer).tier
+        self.tier = (route(layer) if found is None else found).tier
         self.base = layer.base_layer
         self.turned = turned(self.base)
         self.weight, self.bias = self.base._parameters.get("weight"), None
@@ -190,9 +196,9 @@ class Known:
             found = scaling.get(name)
             if type(found) is not type(scale) or found != scale:
                 return False
+        weight = self.weight  # some quantised bases have none of that name
         return not (
-            self.weight.requires_grad
-            or hasattr(self.weight, "ds_id")
+            (weight is not None and (weight.requires_grad or hasattr(weight, "ds_id")))
             or any("forward" in module.__dict__ for *_, module in self._modules)
         )
 
