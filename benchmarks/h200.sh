@@ -57,8 +57,8 @@ SHORT=400
 part5() {  # a small Llama learns a text: the learning rate of each arm, short runs
   for arm in $ARMS; do
     case $arm in
-      adamw) bench $LEARN --steps $SHORT --arms $arm --adamw-lr 0.001,0.0025,0.005,0.01 ;;
-      *) bench $LEARN --steps $SHORT --arms $arm --lr 0.005,0.01,0.02 ;;
+      adamw) bench $LEARN --steps $SHORT --arms $arm --adamw-lr 0.0005,0.001,0.002 ;;
+      *) bench $LEARN --steps $SHORT --arms $arm --lr 0.002,0.004,0.008 ;;
     esac
   done
 }

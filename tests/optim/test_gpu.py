@@ -29,10 +29,10 @@ def test_int8_moments_are_rounded_as_on_a_cpu(dtype: torch.dtype):
     moved = []
     for device in ("cpu", "cuda"):
         p = nn.Parameter(parameter(256, 384).detach().to(device))
-        optimizer = GaLoreAdamW([p], rank=32, gap=3, basis="svd", state="int8", scale=1.0)
+        optimizer = GaLoreAdamW([p], rank=32, gap=3, basis="identity", state="int8", scale=1.0)
         run(optimizer, p, [g.to(dtype).to(device, torch.float32) for g in grads(5, 256, 384)])
         moved.append(p.detach().cpu() - parameter(256, 384).detach())
-    assert (moved[0] - moved[1]).norm() < 0.02 * moved[0].norm()
+    assert (moved[0] - moved[1]).norm() < 0.01 * moved[0].norm()
 
 
 def test_a_step_in_8_bits_is_a_few_launches():

@@ -122,9 +122,17 @@ def said(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def newest(found: Records) -> list[dict[str, Any]]:
-    """The last run of each settings: arms of different runs were not measured side by side."""
-    latest = {str(said(row)): row["date"] for row in found}
-    return [row for row in found if row["date"] == latest[str(said(row))]]
+    """The last run of each settings: arms of different runs were not measured side by side. Of
+    suites that learn and measure no times, the last row of each arm."""
+    latest = {_run_of(row): row["date"] for row in found}
+    return [row for row in found if row["date"] == latest[_run_of(row)]]
+
+
+_APART = frozenset({"pretrain"})
+
+
+def _run_of(row: dict[str, Any]) -> tuple[str, str]:
+    return str(said(row)), row["arm"] if row["suite"] in _APART else ""
 
 
 def varying(settings: Sequence[dict[str, Any]]) -> list[str]:

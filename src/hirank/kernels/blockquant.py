@@ -23,14 +23,11 @@ Cost       8 bits affine 8.25 bits a number, 4 bits affine 4.25, power 8.125.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hirank.kernels._block_sizes import BLOCK, affine_bytes, power_bytes
-from hirank.kernels._triton import direct, interpreting, jit, tl, triton
+from hirank.kernels._triton import Launcher, direct, interpreting, jit, tl, triton
 
 __all__ = [
     "BLOCK",
@@ -39,7 +36,6 @@ __all__ = [
     "dequantize_affine_ref",
     "dequantize_power",
     "launchable",
-    "on_device",
     "power_bytes",
     "quantize_affine",
     "quantize_power",
@@ -145,6 +141,7 @@ def _widen_kernel(
     tl.store(out + o_n, (b_low + b_code * b_scale).to(out.dtype.element_ty), mask=mask)
 
 
+_widen = Launcher(_widen_kernel)
 _WIDEN_ROWS = 16
 _WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -156,23 +153,14 @@ def dequantize_affine(
     if not launchable(codes) or dtype not in _WIDENED or n == 0:
         return dequantize_affine_ref(codes, scale, low, n, bits, dtype)
     out = torch.empty(n, dtype=dtype, device=codes.device)
-    with on_device(codes):
-        _widen_kernel[(triton.cdiv(n, _WIDEN_ROWS * BLOCK),)](
-            out, codes, scale, low, n, BITS=bits, ROWS=_WIDEN_ROWS, BLOCK=BLOCK
-        )
+    grid = (triton.cdiv(n, _WIDEN_ROWS * BLOCK), 1, 1)
+    _widen(grid, (out, codes, scale, low), (n,), (bits, _WIDEN_ROWS, BLOCK))
     return out
 
 
 def launchable(tensor: Tensor) -> bool:
     """Whether launches can be made on it: on a GPU, or on a CPU in Triton's interpreter."""
     return interpreting() or direct(tensor)
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Launches go to the current device: make it the tensor's."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(tensor.device)
 
 
 def _packed(codes: Tensor) -> Tensor:

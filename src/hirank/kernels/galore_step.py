@@ -17,20 +17,20 @@ Papers     GaLore arXiv 2403.03507, Q-GaLore 2407.08296.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hirank.kernels._noise import halves, random_bits, random_bits_ref, uniform, uniform_ref
-from hirank.kernels._triton import HAS_TRITON, tl, triton
+from hirank.kernels._triton import HAS_TRITON, Launcher, tl, triton
 from hirank.kernels.blockquant import (
     BLOCK,
     ROOM,
     dequantize_affine,
     dequantize_power,
     launchable,
-    on_device,
     quantize_power,
     requantize_affine,
     round_to_bf16,
@@ -260,6 +260,36 @@ def _move_bf16_kernel(
     tl.store(weight + o_n, new.to(tl.bfloat16), mask=mask)
 
 
+class _Changing(Launcher):
+    """For kernels whose numbers are others at every launch: the first of them and the last, a size
+    and a place, are looked at, and those between are never specialised."""
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor],
+        numbers: tuple[float, ...],
+        constants: tuple[Any, ...],
+        **options: int,
+    ) -> None:
+        """As `Launcher`."""
+        device = tensors[0].get_device()
+        if not tensors[0].is_cuda or device != torch.cuda.current_device():
+            super().__call__(grid, tensors, numbers, constants, **options)
+            return
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        look = (
+            device, numbers[0], numbers[-1], constants, *[pointer & 15 for pointer in pointers],
+            *[tensor.dtype for tensor in tensors],
+        )  # fmt: skip
+        compiled = self._compiled.get(look)
+        if compiled is None:
+            self._keep(look, self._kernel[grid](*tensors, *numbers, *constants, **options))
+            return
+        compiled[grid](*pointers, *numbers, *constants)
+
+
+_adam, _move_int8, _move_bf16 = map(_Changing, (_adam_kernel, _move_int8_kernel, _move_bf16_kernel))
 _ADAM_ROWS, _MOVE_ROWS, _MOVE_BLOCK = 4, 8, 2048
 
 
@@ -287,14 +317,20 @@ def adam_int8_(
     if not launchable(grad) or n == 0:
         return adam_int8_ref_(grad, moments, ok, adam, seed, start, dtype)
     out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
-    with on_device(grad):
-        _adam_kernel[(triton.cdiv(n, _ADAM_ROWS * BLOCK),)](
-            out, grad.contiguous(), *moments, ok.view(torch.uint8), n,
-            adam.beta1, 1 - adam.beta1, adam.beta2, 1 - adam.beta2, adam.eps,
-            1 - adam.beta1**adam.age, (1 - adam.beta2**adam.age) ** 0.5,
-            *halves(seed), *halves(seed + 1), start, ROWS=_ADAM_ROWS, BLOCK=BLOCK,
-        )  # fmt: skip
+    _adam(
+        (triton.cdiv(n, _ADAM_ROWS * BLOCK), 1, 1),
+        (out, grad.contiguous(), *moments, ok.view(torch.uint8)),
+        (n, *_coefficients(adam), *halves(seed), *halves(seed + 1), start),
+        (_ADAM_ROWS, BLOCK),
+    )
     return out
+
+
+def _coefficients(adam: Adam) -> tuple[float, ...]:
+    """What the kernel multiplies and divides by, in fp64 until then: 1 - 0.999 is off in fp32."""
+    b1, b2, age = adam.beta1, adam.beta2, adam.age
+    rest = (float(adam.eps), 1.0 - b1**age, (1.0 - b2**age) ** 0.5)
+    return (float(b1), 1.0 - b1, float(b2), 1.0 - b2, *rest)
 
 
 def move_int8_(weight: Blocks, delta: Tensor, move: Move) -> None:
@@ -307,11 +343,12 @@ def move_int8_(weight: Blocks, delta: Tensor, move: Move) -> None:
     if n == 0 or not _takes(delta, move):
         return move_int8_ref_(weight, delta, move)
     keep = delta if move.keep is None else move.keep
-    with on_device(delta):
-        _move_int8_kernel[(triton.cdiv(n, _MOVE_ROWS * BLOCK),)](
-            *weight, delta, keep, n, move.step, ROOM, *halves(move.seed), move.start,
-            KEEP=move.keep is not None, ROWS=_MOVE_ROWS, BLOCK=BLOCK,
-        )  # fmt: skip
+    _move_int8(
+        (triton.cdiv(n, _MOVE_ROWS * BLOCK), 1, 1),
+        (*weight, delta, keep),
+        (n, float(move.step), ROOM, *halves(move.seed), move.start),
+        (move.keep is not None, _MOVE_ROWS, BLOCK),
+    )
     return None
 
 
@@ -325,11 +362,12 @@ def move_bf16_(weight: Tensor, delta: Tensor, move: Move) -> None:
     if n == 0 or not _takes(delta, move):
         return move_bf16_ref_(weight, delta, move)
     keep = delta if move.keep is None else move.keep
-    with on_device(delta):
-        _move_bf16_kernel[(triton.cdiv(n, _MOVE_BLOCK),)](
-            weight, delta, keep, n, move.step, *halves(move.seed), move.start,
-            KEEP=move.keep is not None, BLOCK=_MOVE_BLOCK,
-        )  # fmt: skip
+    _move_bf16(
+        (triton.cdiv(n, _MOVE_BLOCK), 1, 1),
+        (weight, delta, keep),
+        (n, float(move.step), *halves(move.seed), move.start),
+        (move.keep is not None, _MOVE_BLOCK),
+    )
     return None
 
 

@@ -51,7 +51,6 @@ __all__ = [
 State = dict[str, Any]
 
 _OVERSAMPLING, _POWER_STEPS = 10, 2
-_LOOSE = 2e-5  # an inner product of two columns: QR in fp32 leaves a tenth of it
 _GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -229,8 +228,7 @@ def _leading(grad: Tensor, r: int, kind: str, warm: Tensor | None, draw: torch.G
     if kind in ("random", "gaussian", "identity"):
         return _seeded(grad.shape[0], r, kind, grad, draw)
     if kind == "subspace" and warm is not None:
-        moved = _times(grad, _unit(_times(grad.T, warm)))
-        return _orthonormal(moved) if not moved.is_cuda else _quickly_orthonormal(moved)
+        return _orthonormal(_times(grad, _unit(_times(grad.T, warm))))
     if kind == "svd":
         u: Tensor = torch.linalg.svd(_scaled(grad), full_matrices=False)[0]
         return _signed(u[:, :r], warm)
@@ -312,16 +310,3 @@ def _orthonormal(x: Tensor) -> Tensor:
     q: Tensor
     q, r = torch.linalg.qr(x)
     return q * torch.where(r.diagonal() < 0, -1.0, 1.0).to(q.dtype)
-
-
-def _quickly_orthonormal(x: Tensor) -> Tensor:
-    """The same Q in products and a triangle's inverse, twice: on a GPU a fraction of QR's time. The
-    Gram matrix squares the condition of x, so it is only for columns that are nearly orthogonal but
-    for their lengths, as those of a warm subspace are; others go by QR."""
-    q = x / torch.linalg.vector_norm(x, dim=0)
-    for _ in range(2):
-        factor, _ = torch.linalg.cholesky_ex(q.T @ q)
-        q = torch.linalg.solve_triangular(factor.T, q, upper=True, left=False)
-    gram = q.T @ q
-    gram.diagonal().sub_(1)
-    return q if bool(gram.abs().amax() < _LOOSE) else _orthonormal(x)
