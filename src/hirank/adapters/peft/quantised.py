@@ -63,7 +63,7 @@ class QuantisedLayer(MixedBatches):
         if args or kwargs:  # adapter_names, aLoRA offsets, or a base layer with more arguments
             return self._by_peft(x, *args, **kwargs)
         try:
-            if torch.compiler.is_compiling() and (not _has_dora(self) or route(self).tier == "peft"):
+            if torch.compiler.is_compiling() and _is_left_to_peft(self):
                 return self._by_peft(x)
             y: Tensor = _outside_graphs(self, x)
             return y
@@ -182,6 +182,11 @@ class _TorchaoLayer(QuantisedLayer):
                 "without its magnitude: merge into the model that was quantised instead."
             )
         super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+
+
+def _is_left_to_peft(layer: Any) -> bool:
+    """Whether a compiler is to see PEFT's forward, which its library may compile."""
+    return not _has_dora(layer) or route(layer).tier == "peft"
 
 
 def _has_dora(layer: Any) -> bool:
