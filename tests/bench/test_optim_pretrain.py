@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hirank.bench import optim_pretrain as suite
+from hirank.bench import tables
 from hirank.bench.options import BAD_INPUT, main
 from hirank.bench.record import read
 from hirank.bench.settings import Pretrain
@@ -111,3 +112,12 @@ def test_a_rival_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "galore_torch", None)
     with pytest.raises(HirankError, match="pip install galore-torch"):
         suite._MAKERS["galore-torch"](nn.Linear(8, 8), SMALL)
+
+
+def test_arms_run_one_a_command_are_all_in_a_table_each_by_its_last_row():
+    def row(arm: str, date: str, loss: float) -> dict:
+        metrics = {"eval_loss": loss}
+        return {"suite": "pretrain", "arm": arm, "settings": {}, "metrics": metrics, "date": date}
+
+    found = [row("adamw", "1", 3.0), row("adamw", "2", 2.0), row("hirank-galore", "3", 1.0)]
+    assert tables.newest(found) == found[1:]

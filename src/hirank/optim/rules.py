@@ -101,7 +101,8 @@ def finite(grad: Tensor) -> Tensor:
 def bounded(peak: Tensor, n: int) -> Tensor:
     """Whether `n` squares of numbers up to `peak` have a finite sum; NaN has none."""
     wide = torch.promote_types(peak.dtype, torch.float32)
-    return peak.to(wide) <= (torch.finfo(wide).max / max(1, n)) ** 0.5
+    most: float = (torch.finfo(wide).max / max(1, n)) ** 0.5
+    return peak.to(wide) <= most
 
 
 def adamw_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tensor:
