@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.autograd import forward_ad
 
 import hirank
 from adapters.setups import Lin, layer_of, stock, wrap
@@ -121,3 +122,25 @@ def test_an_error_that_is_none_of_the_inputs_stays_as_it_is():
     layer_of(model).lora_dropout["default"] = Broken()
     with pytest.raises(RuntimeError, match="^out of something$"):
         model(torch.ones(2, 24))
+
+
+def under_dual(model, x):
+    with forward_ad.dual_level():
+        return model(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda z: model(z).sum())(x),
+    "vmap": lambda model, x: torch.func.vmap(model)(x[None]),
+    "forward-mode": under_dual,
+}
+
+
+@pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_transform_that_is_not_taken_is_named(transform, dora):
+    model, x = wrap(Lin(24, 16), use_dora=dora), torch.randn(3, 24)
+    where = "forward-mode" if transform == "forward-mode" else "a transform of torch.func"
+    found = sentence(lambda: TRANSFORMS[transform](model, x))
+    assert where in found and found.endswith("hirank.restore(model), and PEFT computes it.")
+    TRANSFORMS[transform](hirank.restore(model), x)

@@ -82,7 +82,7 @@ class ViewedNormCache(NormCache):
         self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
     ) -> Tensor:
         """As `NormCache.norm`."""
-        if not _is_small(weight, lora_A, lora_B, dtype):
+        if not (weight.is_cpu and _is_small(weight, lora_A, lora_B, dtype)):
             return super().norm(weight, lora_A, lora_B, scale, dtype)
         kept = self._small.get(dtype)
         with torch.no_grad():
@@ -113,7 +113,6 @@ def _is_small(weight: Tensor, lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype
         and entries * r <= _SMALL
         and columns == k
         and tuple(lora_B.shape) == (n, r)  # not that of a grouped convolution
-        and weight.device.type == "cpu"
         and weight.dtype == lora_A.dtype == lora_B.dtype == dtype
         and dtype in (torch.float32, torch.float64)
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hirank.adapters.peft.operands import (
     as_matrix,
@@ -30,7 +31,7 @@ from hirank.errors import HirankError
 from hirank.kernels._backend import check_backend
 
 __all__ = ["check_adapters", "check_backend_of", "check_shapes", "check_whole"]
-__all__ += ["fault_of_call"]
+__all__ += ["fault_of_call", "fault_of_transform"]
 
 
 def check_shapes(name: str, layer: Any, adapters: list[str]) -> None:
@@ -113,6 +114,9 @@ def fault_of_call(layer: Any, x: Any) -> HirankError | None:
     if not isinstance(x, Tensor) or foreign_base(layer) is not None:
         return None
     name, weight = layer._hirank_options.name, layer.base_layer.weight
+    transformed = fault_of_transform(name)
+    if transformed is not None:
+        return transformed
     for adapter in present(layer):
         where = factors(layer, adapter)[0].device
         if where != weight.device:
@@ -144,6 +148,20 @@ def fault_of_call(layer: Any, x: Any) -> HirankError | None:
             "run under autocast."
         )
     return None
+
+
+def fault_of_transform(name: str) -> HirankError | None:
+    """What a call inside torch.func or forward-mode differentiation is told, if it failed there."""
+    if torch._C._are_functorch_transforms_active():
+        where = "a transform of torch.func"
+    elif forward_ad._current_level >= 0:
+        where = "forward-mode differentiation"
+    else:
+        return None
+    return HirankError(
+        f"{name} was called inside {where}, which hirank's own backward pass does not take: undo "
+        "hirank.accelerate with hirank.restore(model), and PEFT computes it."
+    )
 
 
 def _fault_of_ids(name: str, ids: Tensor, entries: int) -> HirankError | None:

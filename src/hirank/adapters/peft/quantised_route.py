@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hirank.adapters.dequantise import Kind, kind_of
 from hirank.adapters.explain import Route
+from hirank.adapters.peft.check import fault_of_transform
 from hirank.adapters.peft.operands import dropout_of
 from hirank.errors import HirankError
 from hirank.kernels._backend import check_backend
@@ -154,6 +155,9 @@ def fault_of_quantised(layer: Any, x: Any) -> HirankError | None:
     if not isinstance(x, Tensor):
         return None
     name, device = layer._hirank_options.name, device_of(layer)
+    transformed = fault_of_transform(name)
+    if transformed is not None:
+        return transformed
     places = sorted({str(t.device) for t in known_kind(layer).stored(layer.base_layer)})
     if len(places) > 1:
         return HirankError(
