@@ -9,7 +9,7 @@ import torch
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from hirank.adapters.gain import base_norm
+from hirank.adapters.gain import NormCache, base_norm
 from hirank.adapters.grouped import GroupedNormCache, GroupedNorms
 from hirank.adapters.groups import Family
 from hirank.adapters.layers import Adapter, Norms
@@ -30,7 +30,7 @@ from hirank.adapters.peft.operands import (
 from hirank.adapters.peft.options import Options
 from hirank.adapters.peft.route import Known, adapter_obstacle, base_obstacle, route
 from hirank.adapters.traced import TracedNorms
-from hirank.adapters.viewed_norms import ViewedNormCache
+from hirank.adapters.viewed_norms import ViewedNormCache, as_they_lie
 from hirank.kernels.grouped_norm import grouped_norm
 
 __all__ = ["Converted", "adapters_of", "fresh_norm", "norms_of", "one_of", "way_of"]
@@ -42,7 +42,7 @@ class Converted(
     """Stands before PEFT's class in the layers that `accelerate` makes."""
 
     _hirank_known: "Known | None"  # the last route, for as long as it holds
-    _hirank_norms: dict[str, ViewedNormCache]
+    _hirank_norms: dict[str, NormCache]
     _hirank_family: Family  # the norms of all layers of its model
     _hirank_base: Tensor | None  # the base weight while adapters are merged into it
     _hirank_options: Options
@@ -176,18 +176,23 @@ def _traced_norms(layer: Any) -> Norms:
     return GroupedNorms(groups) if groups > 1 else TracedNorms()
 
 
-def norms_of(layer: Any, name: str) -> ViewedNormCache:
+def norms_of(layer: Any, name: str) -> NormCache:
     """The norms of one adapter, made where there are none."""
-    norms: ViewedNormCache | None = layer._hirank_norms.get(name)
+    norms: NormCache | None = layer._hirank_norms.get(name)
     if norms is None or norms.owner() is not layer:  # new, or a copy made with its layer
-        owner = weakref.ref(layer)
-        source, groups = functools.partial(_source, owner, name), groups_of(layer)
-        norms = ViewedNormCache(source, owner, layer._hirank_family)
-        if groups > 1:
-            norms = GroupedNormCache(source, owner, layer._hirank_family, groups=groups)
-        norms.turn = matrices_of(layer)
-        layer._hirank_norms[name] = norms
+        norms = layer._hirank_norms[name] = _new_norms(layer, name)
     return norms
+
+
+def _new_norms(layer: Any, name: str) -> NormCache:
+    owner = weakref.ref(layer)
+    source, groups = functools.partial(_source, owner, name), groups_of(layer)
+    made_for, turn = (source, owner, layer._hirank_family), matrices_of(layer)
+    if groups > 1:
+        return GroupedNormCache(*made_for, turn=turn, groups=groups)
+    if turn is as_they_lie and not embeds(layer):  # a linear: nothing to turn
+        return NormCache(*made_for)
+    return ViewedNormCache(*made_for, turn=turn)
 
 
 def fresh_norm(layer: Any, name: str) -> Tensor:
@@ -210,7 +215,8 @@ def _source(owner: "weakref.ref[Any]", name: str) -> tuple[Tensor, Tensor, Tenso
     if name not in layer.active_adapters and name not in layer._hirank_mixed:
         return None
     norms, held = layer._hirank_norms.get(name), (layer.base_layer.weight, *factors(layer, name))
-    found = norm_inputs(layer, name) if norms is None else norms.views(*held)
+    viewed = isinstance(norms, ViewedNormCache)
+    found = norms.views(*held) if viewed else norm_inputs(layer, name)
     if any(a.data_ptr() != b.data_ptr() for a, b in zip(found, held, strict=True)):
         return None
     return *found, layer.scaling[name]
