@@ -282,11 +282,14 @@ class _Changing(Launcher):
             device, numbers[0], numbers[-1], constants, *[pointer & 15 for pointer in pointers],
             *[tensor.dtype for tensor in tensors],
         )  # fmt: skip
-        compiled = self._compiled.get(look)
-        if compiled is None:
+        compiled, hooks = self._compiled.get(look), triton.knobs.runtime
+        if compiled is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             self._keep(look, self._kernel[grid](*tensors, *numbers, *constants, **options))
             return
-        compiled[grid](*pointers, *numbers, *constants)
+        compiled.run(
+            *grid, torch._C._cuda_getCurrentRawStream(device), compiled.function,
+            compiled.packed_metadata, None, None, None, *pointers, *numbers, *constants,
+        )  # fmt: skip
 
 
 _adam, _move_int8, _move_bf16 = map(_Changing, (_adam_kernel, _move_int8_kernel, _move_bf16_kernel))
