@@ -1,7 +1,7 @@
 """The part of plan_h200.py that runs in several processes, one a GPU: DDP and FSDP2.
 
 Each process makes the whole model, shares it, and runs two steps. What is written down is the
-largest of what the processes measured; process 0 does so.
+largest of what the processes measured; process 0 does so. On a CPU it is the bytes of live tensors.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hirank.bench.record import append
 from hirank.plan.setting import Setting
@@ -43,7 +47,7 @@ def settings(world: int, dry: bool) -> list[Setting]:
     ]
     if not dry:
         return made
-    return [single.replace(s, sequence=64) for s in made]
+    return [single.replace(s, sequence=256, loss="plain") for s in made]
 
 
 def spread(setting: Setting, model: Any) -> Any:
@@ -66,9 +70,40 @@ def measure(setting: Setting, device: str) -> dict[str, int]:
     optimizer = optimizer_for(setting, shared)
     if device == "cuda":
         return single.second_step(setting, _Reached(shared, model), optimizer)
-    for _ in range(2):
+    single.step(setting, _Reached(shared, model), optimizer, device)
+    alive = Alive(shared, optimizer)
+    with alive:
         single.step(setting, _Reached(shared, model), optimizer, device)
-    return {"measured": 0, "reserved": 0, "process": 0}
+    return {"measured": alive.peak}
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of all storages that operations met and that are alive, as large as they are just then:
+    FSDP2 lets go of weights by making their storages empty."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.peak, self._known = 0, {}
+        self._meet([*model.parameters(), *model.buffers(), list(optimizer.state.values())])
+
+    def _meet(self, tree: Any) -> None:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                storage = getattr(leaf, "_local_tensor", leaf).untyped_storage()
+                key = id(storage)
+                self._known.setdefault(key, weakref.ref(storage, lambda _, k=key: self._drop(k)))
+
+    def _drop(self, key: int) -> None:
+        self._known.pop(key, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own operations come by next
+        out = func(*args, **(kwargs or {}))
+        self._meet([args, kwargs, out])
+        alive = (ref() for ref in list(self._known.values()))
+        self.peak = max(self.peak, sum(one.nbytes() for one in alive if one is not None))
+        return out
 
 
 class _Reached(nn.Module):
@@ -100,13 +135,14 @@ def compare_sharded(asked: argparse.Namespace) -> None:
     with processes(asked.dry):
         first = dist.get_rank() == 0
         found = settings(dist.get_world_size(), asked.dry)
+        found = [s for s in found if asked.only in (None, s.method, s.model, s.sharding)]
         suite = "plan_sharded_dry" if asked.dry else "plan_sharded"
         known = single.facts(device, asked.commit)
-        rows = [{**known, **single.predict(setting)} for setting in found]
+        rows = [{**known, **single.predict(setting, dry=asked.dry)} for setting in found]
         if first:
             append(asked.out, f"{suite}_before", rows)
         for setting, row in zip(found, rows, strict=True):
-            row.update(together(setting, device), reason="dry run" if asked.dry else "")
+            row.update(together(setting, device), reason="")
             if first:
                 append(asked.out, suite, [row])
                 single.show(row)
@@ -114,7 +150,7 @@ def compare_sharded(asked: argparse.Namespace) -> None:
             single.summary(rows)
 
 
-def together(setting: Setting, device: str) -> dict[str, int | None]:
+def together(setting: Setting, device: str) -> dict[str, int]:
     """What the process needed that needed most."""
     sizes = measure(setting, device)
     most = torch.tensor(list(sizes.values()), device=device)
@@ -123,4 +159,4 @@ def together(setting: Setting, device: str) -> dict[str, int | None]:
     if device == "cuda":
         torch.cuda.empty_cache()
         torch._C._cuda_clearCublasWorkspaces()
-    return {name: size or None for name, size in zip(sizes, most.tolist(), strict=True)}
+    return dict(zip(sizes, most.tolist(), strict=True))

@@ -55,7 +55,7 @@ def closed_form(setting: Setting, shape: Shape, overhead: Overhead = ESTIMATED) 
     terms = [
         *_static(setting, shape),
         Term("method temporaries", _moments(setting), spaces, text),
-        *_activations(setting, shape),
+        *_forward(setting, shape),
         *_backward(setting, shape),
         *_steps(setting, shape),
     ]
@@ -96,6 +96,18 @@ def _held_before(s: Setting) -> bool:
 
 
 # Forward.
+
+
+def _forward(s: Setting, m: Shape) -> list[Term]:
+    """What is there in the end; or, where all is split, embedding and head as they arrive: in one
+    piece, and taken apart."""
+    terms = list(_activations(s, m))
+    if s.shards == 1:
+        return terms
+    made = sum(term.size for term in terms if "forward end" in term.phases)
+    more = 2 * spread.root_bytes(s, m) - made
+    part = Part(max(0, more), "embeddings and head as they arrive, less what comes later")
+    return [*terms, _term(BUFFERS, ("forward end",), part, s)]
 
 
 def _activations(s: Setting, m: Shape) -> Iterator[Term]:
@@ -159,7 +171,7 @@ def _last_norm(s: Setting, m: Shape) -> list[Term]:
 
 
 def _last_block(s: Setting, m: Shape) -> list[Term]:
-    return _kept_and_gradients(s, m) + _one_block(s, m)
+    return _kept_and_gradients(s, m) + _one_block(s, m, before=0)
 
 
 def _kept_and_gradients(s: Setting, m: Shape) -> list[Term]:
@@ -194,7 +206,10 @@ def _first_block(s: Setting, m: Shape) -> list[Term]:
     if s.shards > 1 and not s.is_adapter:
         waits = m.vocabulary * m.hidden * whole_bytes(s)
         terms.append(_term(BUFFERS, phase, Part(waits, "the head's gradient, which waits"), s))
-    return [*terms, _term("gradients", phase, _of_blocks(s, m), s), *_one_block(s, m)]
+        split = trained_bytes(s) // s.world  # the second block has another on its way instead
+        more = m.block_parameters * max(0, whole_bytes(s) - split)
+        terms.append(_term(BUFFERS, phase, Part(more, "one on its way, less its gradients"), s))
+    return [*terms, _term("gradients", phase, _of_blocks(s, m), s), *_one_block(s, m, 1)]
 
 
 def _of_blocks(s: Setting, m: Shape) -> Part:
@@ -222,13 +237,15 @@ def _after_the_mlp(s: Setting, m: Shape) -> int:
     return low + (4 * sum(x.out for x in every) if s.has_gains else 0)
 
 
-def _one_block(s: Setting, m: Shape) -> list[Term]:
-    """A block at its worst: computed again, and at work on its gradients."""
+def _one_block(s: Setting, m: Shape, before: int) -> list[Term]:
+    """A block at its worst: computed again, and at work on its gradients. `before`: 1 if another
+    one was, whose gradients are then on their way to be split."""
     phase = ("block backward",)
     terms = [_term(kind, phase, part, s) for kind, part in block_extra(s, m)]
     stream = s.tokens * m.hidden * stream_bytes(s)
     terms.append(_term("activations kept", phase, Part(stream, "the gradient of the stream"), s))
-    terms.append(_term(BUFFERS, phase, spread.together(s, m, blocks=2, gradients=2), s))
+    whole = spread.together(s, m, blocks=2 - before, gradients=before)
+    terms.append(_term(BUFFERS, phase, whole, s))
     if not s.checkpointing:
         return terms
     again = [_term("recomputation peak", phase, part, s) for part in kept_parts(s, m)]
@@ -241,9 +258,9 @@ def _one_block(s: Setting, m: Shape) -> list[Term]:
 def _embedding(s: Setting, m: Shape) -> list[Term]:
     """The gradient of an embedding is as large as itself, and added to the head's if tied."""
     phase = ("block backward",)
-    terms = [_term("gradients", phase, gradient_parts(s, m), s)]
     if s.shards > 1:
-        return [*terms, _term(BUFFERS, phase, _root_at_last(s, m), s)]
+        return _root_at_last(s, m)
+    terms = [_term("gradients", phase, gradient_parts(s, m), s)]
     copies = (1 if m.tied else 0) + (1 if s.accumulation > 1 else 0)
     if not s.is_adapter and copies:
         numbers = copies * m.vocabulary * m.hidden
@@ -252,10 +269,15 @@ def _embedding(s: Setting, m: Shape) -> list[Term]:
     return terms
 
 
-def _root_at_last(s: Setting, m: Shape) -> Part:
+def _root_at_last(s: Setting, m: Shape) -> list[Term]:
     """Embedding and head whole; their gradients, and the same in one piece to be split."""
+    phase, every = ("block backward",), gradient_parts(s, m)
     count = 1 if s.is_adapter else 3
-    return Part(count * spread.root_bytes(s, m), f"{count} of embeddings and head")
+    root = Part(count * spread.root_bytes(s, m), f"{count} of embeddings and head")
+    if not s.is_adapter:
+        own = spread.root_bytes(s, m) // whole_bytes(s) * trained_bytes(s)
+        every = Part(every.size - own, f"{every.formula}, less {own:,} of embeddings and head")
+    return [_term("gradients", phase, every, s), _term(BUFFERS, phase, root, s)]
 
 
 # Steps.

@@ -7,8 +7,8 @@
              one at a time, its successor on its way
     fsdp2    the same, states in the weights' own dtype
 
-DDP and FSDP2 are what `benchmarks/plan_h200.py --sharded` holds against GPUs; ZeRO is read off its
-documents. A plan of several GPUs gives a bound.
+DDP and FSDP2 are held against the live bytes of a process, and by `benchmarks/plan_h200.py
+--sharded` against GPUs; ZeRO is read off its documents. A plan of several GPUs gives a bound.
 """
 
 from __future__ import annotations
@@ -79,8 +79,11 @@ def note_of(s: Setting) -> str | None:
     """How far a plan for several GPUs can be trusted."""
     if s.sharding == "none":
         return None
-    bound = "5 %" if s.sharding == "ddp" else "15 %"
+    if s.sharding.startswith("zero"):
+        how, bound = "its documents and was not measured", "15 %"
+    else:
+        how, bound = "what it does, and held against processes on a CPU (docs/plan.md)", "5 %"
     return (
-        f"{s.sharding} on {s.world} GPUs is computed from how it works (docs/plan.md shows what was "
-        f"measured): allow {bound}, and about 1 GiB for NCCL, which no allocator counts"
+        f"{s.sharding} on {s.world} GPUs is computed from {how}: allow {bound}, and about 1 GiB "
+        "for NCCL, which no allocator counts"
     )
