@@ -49,7 +49,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(_operands, "direct", lambda tensor: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     empty = lambda size, device: torch.empty(size, dtype=torch.int8)  # noqa: E731
-    monkeypatch.setattr(_operands, "outside_pools", empty)
+    monkeypatch.setattr(_operands, "lasting_bytes", empty)
     monkeypatch.setattr(_operands, "_KEPT", _operands._Kept())
 
 

@@ -1,17 +1,13 @@
-"""What to know beside CUDA graphs: whether one is being captured, and whose memory is whose."""
+"""What to know beside CUDA graphs: whether one is being captured, and which."""
 
 import ctypes
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-__all__ = ["apart", "capture_id", "capturing", "raw_stream"]
-
-T = TypeVar("T")
-
+__all__ = ["capture_id", "capturing", "raw_stream"]
 
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 """The current stream of a GPU as a number; 0 is the default stream, which nobody captures."""
@@ -32,24 +28,6 @@ def capture_id(stream: int) -> int | None:
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
     )
     return None if failed or not status.value else number.value
-
-
-def apart(device: torch.device, work: Callable[[], T]) -> T:
-    """`work()` without gradients, on a GPU in a thread of its own, on the stream of this one.
-
-    What is to outlive a call must not be allocated where PyTorch's compiler keeps the memory of its
-    CUDA graphs: all that its thread allocates meanwhile is taken for theirs.
-    """
-    if device.type != "cuda":
-        return work()
-    stream = torch.cuda.current_stream(device)
-
-    def there() -> T:
-        with torch.no_grad(), torch.cuda.stream(stream):
-            return work()
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(there).result()
 
 
 @functools.cache

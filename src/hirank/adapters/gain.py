@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hirank.adapters.capture import apart, capturing
+from hirank.adapters.capture import capturing
 from hirank.adapters.groups import Family, Member, Source, version
+from hirank.kernels._apart import apart
 from hirank.kernels.dora_norm import dora_norm, row_norm, row_square_sum
 from hirank.kernels.norm_replay import ReplayableNormTable
 

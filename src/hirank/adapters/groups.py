@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hirank.adapters.capture import apart, capture_id, capturing, raw_stream
+from hirank.adapters.capture import capture_id, capturing, raw_stream
+from hirank.kernels._apart import apart
 from hirank.kernels.dora_norm import fits_triton
 from hirank.kernels.norm_replay import ReplayableNormTable
 from hirank.kernels.norm_table import NormEntry

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hirank.kernels._triton import Launcher, direct, jit, outside_pools, tl
+from hirank.kernels._apart import lasting_bytes
+from hirank.kernels._triton import Launcher, direct, jit, tl
 
 __all__ = ["Cast", "brief_cast", "castable", "operands"]
 
@@ -114,7 +115,7 @@ def _new_place(key: tuple[Any, ...]) -> Cast:
         return _laid_out(a, b)
     with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
         a, b = (
-            outside_pools(s.numel() * dtype.itemsize, device).view(dtype).view(s)
+            lasting_bytes(s.numel() * dtype.itemsize, device).view(dtype).view(s)
             for s in (a_shape, b_shape)
         )
         found = _KEPT.casts[key] = _laid_out(a, b)

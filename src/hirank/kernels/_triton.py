@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hirank.kernels._apart import lasting_bytes
 
 try:
     import triton
@@ -32,7 +33,6 @@ __all__ = [
     "in_fp32",
     "interpreting",
     "jit",
-    "outside_pools",
     "tl",
     "tl_type",
     "triton",
@@ -87,29 +87,11 @@ def _workspace(size: int, alignment: int, stream: int | None) -> Tensor:
         return kept[-1]
     if torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
         return torch.empty(size, dtype=torch.int8, device="cuda")
-    kept.append(outside_pools(max(_LEAST, 2 * size), device))  # launches may still read the last
+    kept.append(lasting_bytes(max(_LEAST, 2 * size), device))  # launches may still read the last
     return kept[-1]
 
 
 _LEAST = 1 << 16  # bytes
-
-
-def outside_pools(size: int, device: int) -> Tensor:
-    """Bytes that stay: a thread may be allocating from the pool of a graph that will be recorded.
-
-    torch.compile's "reduce-overhead" does so when it warms up, and refuses what outlives the pass.
-    """
-    made: list[Tensor] = []
-    stream = torch.cuda.current_stream(device)  # which may still read what PyTorch hands out
-
-    def make() -> None:
-        with torch.cuda.stream(stream):
-            made.append(torch.empty(size, dtype=torch.int8, device=f"cuda:{device}"))
-
-    maker = Thread(target=make)
-    maker.start()
-    maker.join()
-    return made[0]
 
 
 def use_workspace() -> None:
