@@ -67,10 +67,13 @@ class Packed:
 
     __slots__ = ("_gradients", "_weight", "dtype", "kind", "layer", "out_dtype")
 
-    def __init__(self, layer: nn.Module, kind: Kind, x: Tensor) -> None:
+    def __init__(
+        self, layer: nn.Module, kind: Kind, x: Tensor, gradients: bool | None = None
+    ) -> None:
+        """`gradients`: whether they are wanted; None: as PyTorch records them now."""
         self.layer, self.kind = layer, kind
         self.dtype, self.out_dtype = kind.dtypes(layer, x)
-        self._gradients = torch.is_grad_enabled()
+        self._gradients = torch.is_grad_enabled() if gradients is None else gradients
         self._weight: Tensor | None = None
 
     def weight(self) -> Tensor:

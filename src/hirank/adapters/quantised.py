@@ -32,7 +32,7 @@ from hirank.kernels.dora_linear import (
     low_rank,
 )
 
-__all__ = ["QuantisedAdapter", "composed_quantised", "owned_quantised"]
+__all__ = ["QuantisedAdapter", "composed_quantised", "forward_parts", "owned_quantised"]
 
 
 class QuantisedAdapter(NamedTuple):
@@ -103,7 +103,7 @@ class _OwnedQuantised(torch.autograd.Function):
         scale: float,
         gain_pass: GainPass,
     ) -> Tensor:
-        y, h = _forward(x, lora_A, lora_B, magnitude, bias, packed, norm, scale, gain_pass)
+        y, h = forward_parts(x, lora_A, lora_B, magnitude, bias, packed, norm, scale, gain_pass)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x, h, y if needs[3] else None)
         nothing = x.new_empty(0)  # the weight is made again in the backward pass
@@ -135,7 +135,7 @@ def _backward(ctx: Any, dy: Tensor, x: Tensor, h: Tensor, y: Tensor | None) -> S
     return None if dx is None else dx.view(x.shape), *grads
 
 
-def _forward(
+def forward_parts(
     x: Tensor,
     lora_A: Tensor,
     lora_B: Tensor,
@@ -146,6 +146,7 @@ def _forward(
     scale: float,
     gain_pass: GainPass,
 ) -> tuple[Tensor, Tensor]:
+    """y [..., N] in the compute dtype and h [M, R] of a layer with one adapter, no gradient."""
     if not packed.multiplies_stored(x):
         operands = x, packed.weight(), lora_A, lora_B, magnitude, norm, bias, scale, gain_pass
         return dora_linear_fwd_ref(*operands)
@@ -169,7 +170,7 @@ def owned_quantised(
         if torch.is_grad_enabled():
             y: Tensor = _OwnedQuantised.apply(*operands)  # type: ignore[no-untyped-call]
         else:
-            y = _forward(*operands)[0]
+            y = forward_parts(*operands)[0]
         return y.to(packed.out_dtype)
 
 

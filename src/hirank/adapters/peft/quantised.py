@@ -37,6 +37,7 @@ from hirank.adapters.peft.quantised_route import quantised_route as route
 from hirank.adapters.peft.route import Known
 from hirank.adapters.quantised import QuantisedAdapter, composed_quantised, owned_quantised
 from hirank.adapters.quantised_norms import QuantisedNorms, Watch
+from hirank.adapters.traced_quantised import handle_for, traced_quantised
 from hirank.errors import HirankError
 
 __all__ = ["QuantisedLayer", "RegisteredLinear", "convert_quantised", "dispatching", "fast_class"]
@@ -58,6 +59,11 @@ class QuantisedLayer(MixedBatches):
     _hirank_stored: Stored | None  # the base while adapters are merged into it
     _hirank_options: Options
     _hirank_known: Known | None = None  # the last route, for as long as it holds
+    _hirank_handle: Tensor | None = None  # by which compiled code finds it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._hirank_handle = handle_for(self)  # a copy's own
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:  # adapter_names, aLoRA offsets, or a base layer with more arguments
@@ -65,8 +71,8 @@ class QuantisedLayer(MixedBatches):
         try:
             if torch.compiler.is_compiling() and _is_left_to_peft(self):
                 return self._by_peft(x)
-            y: Tensor = _outside_graphs(self, x)
-            return y
+            y = _in_one_graph(self, x) if torch.compiler.is_compiling() else None
+            return cast(Tensor, _outside_graphs(self, x)) if y is None else y
         except (ValueError, RuntimeError, IndexError) as error:
             fault = fault_of_quantised(self, x)
             if fault is None:
@@ -206,6 +212,21 @@ def _known(layer: Any) -> Known:
     return known
 
 
+def _in_one_graph(layer: Any, x: Tensor) -> Tensor | None:
+    """The call as one op that a graph can hold; None: it is of a kind without one."""
+    base, names = layer.base_layer, present(layer)
+    dtype = getattr(base, "compute_dtype", None)
+    if known_kind(layer).name != "Linear4bit" or dtype is None or route(layer).tier != "owned":
+        return None
+    A, B, magnitude, scale, *_ = _adapter(layer, names[0])
+    if magnitude is None:
+        return None
+    backend = layer._hirank_options.backend
+    return traced_quantised(
+        layer._hirank_handle, x, A, B, magnitude, base.bias, scale, dtype, backend
+    )
+
+
 def _adapters(layer: Any, names: list[str]) -> list[QuantisedAdapter]:
     return [_adapter(layer, name) for name in names]
 
@@ -275,6 +296,7 @@ def convert_quantised(
         return False
     if found is not None:
         layer.__class__, layer._hirank_norms, layer._hirank_stored = found, {}, None
+        layer._hirank_handle = handle_for(layer)
         _mend(layer.base_layer)
     layer._hirank_watch = _watches.setdefault(family, Watch())
     if found is not None or again or isinstance(layer, RegisteredLinear):
