@@ -9,7 +9,9 @@ from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 
 import hirank
-from adapters.layer_kinds import Holder
+from adapters.layer_kinds import KINDS, Holder
+from adapters.quantised_bases import adapted, base, inputs
+from adapters.quantised_bases import perturb as perturb_quantised
 from adapters.setups import Lin, layer_of, perturb, stock
 from hirank.errors import HirankError
 from hirank.kernels.dora_norm import dora_norm
@@ -76,6 +78,34 @@ def test_d68_what_is_left_to_peft_computes_the_same_and_is_logged_once(case, cap
     said = [r.getMessage() for r in caplog.records if r.name == LOGGER and r.levelname == "INFO"]
     assert all("lin" in line for line in said) and reason in said[0]
     assert len(said) == (2 if case == "attention" else 1)  # its projection is a layer of its own
+
+
+def hooked(model):
+    layer_of(model).base_layer.register_forward_hook(lambda *call: None)
+    return model
+
+
+def assert_left_and_said_once(model, x, caplog):
+    wanted = model(x)
+    with caplog.at_level(logging.INFO, LOGGER):
+        assert torch.equal(hirank.accelerate(model)(x), wanted)
+    said = [r.getMessage() for r in caplog.records if r.name == LOGGER and r.levelname == "INFO"]
+    assert len(said) == 1 and "lin is left to PEFT: the base layer has hooks" in said[0]
+
+
+# PEFT's own forward fails where the base is dilated
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", [name for name in KINDS if "dilated" not in name])
+def test_d68_a_layer_of_any_kind_that_is_left_to_peft(kind, caplog):
+    model = hooked(perturb(stock(KINDS[kind].model())))
+    assert_left_and_said_once(model, KINDS[kind].input(), caplog)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["nf4", "int8", "hqq", "torchao"])
+def test_d68_a_layer_over_few_bits_that_is_left_to_peft(kind, caplog):
+    model = hooked(perturb_quantised(adapted(base(kind))))
+    assert_left_and_said_once(model, inputs(5, 128).detach(), caplog)
 
 
 def test_d68_what_is_computed_is_not_logged(caplog):
