@@ -38,8 +38,8 @@ def _experts(s: Setting, m: Shape) -> str | None:
             "alone: name targets, or use lora; allow 50 % of `activations kept`"
         )
     return (
-        "activations of experts depend on how tokens are sent to them and on the implementation: "
-        "allow 50 % of `activations kept` in either direction"
+        "activations of experts are those of grouped products, Transformers' default, and were held "
+        "against traces alone; for another implementation allow 50 % of `activations kept`"
     )
 
 
