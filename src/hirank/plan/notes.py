@@ -35,11 +35,11 @@ def _experts(s: Setting, m: Shape) -> str | None:
     if s.has_gains and s.targets == "all-linear":
         return (
             "PEFT has no DoRA for experts and refuses all-linear here, so this is for attention "
-            "alone: name targets, or use lora; allow 50 % of `activations kept`"
+            "alone: name targets, or use lora"
         )
     return (
-        "activations of experts are those of grouped products, Transformers' default, and were held "
-        "against traces alone; for another implementation allow 50 % of `activations kept`"
+        "activations of experts are those of grouped products, Transformers' default, and were "
+        "held against traces alone; for another implementation allow 50 % of `activations kept`"
     )
 
 
