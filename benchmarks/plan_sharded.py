@@ -64,12 +64,13 @@ def spread(setting: Setting, model: Any) -> Any:
 
 
 def measure(setting: Setting, device: str) -> dict[str, int]:
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
     model = single.model_for(setting, device)
     single.ready(setting, model)
     shared = spread(setting, model)
     optimizer = optimizer_for(setting, shared)
     if device == "cuda":
-        return single.second_step(setting, _Reached(shared, model), optimizer)
+        return single.second_step(setting, _Reached(shared, model), optimizer, before)
     single.step(setting, _Reached(shared, model), optimizer, device)
     alive = Alive(shared, optimizer)
     with alive:
@@ -142,12 +143,20 @@ def compare_sharded(asked: argparse.Namespace) -> None:
         if first:
             append(asked.out, f"{suite}_before", rows)
         for setting, row in zip(found, rows, strict=True):
-            row.update(together(setting, device), reason="")
+            row.update(attempted(setting, device))
             if first:
                 append(asked.out, suite, [row])
                 single.show(row)
         if first:
             single.summary(rows)
+
+
+def attempted(setting: Setting, device: str) -> dict[str, Any]:
+    """Peaks by name and no reason, or the reason: all processes fail at one place, and go on."""
+    try:
+        return {**together(setting, device), "reason": ""}
+    except (RuntimeError, TypeError, ValueError) as error:
+        return {"measured": None, "reason": f"{type(error).__name__}: {error}"[:200]}
 
 
 def together(setting: Setting, device: str) -> dict[str, int]:
