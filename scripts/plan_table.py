@@ -113,9 +113,13 @@ def _cells(row: Row) -> list[str]:
     s, measured = row["setting"], row["measured"]
     off = f"{100 * (row['planned'] / measured - 1):+.2f} %" if measured else row["reason"]
     rank = "" if s["method"] == "full" else str(s["rank"])
-    sizes = [f"{row['planned'] / GIB:.2f}", f"{measured / GIB:.2f}" if measured else ""]
+    sizes = [_gib(row["planned"]), _gib(measured) if measured else ""]
     tokens = f"{s['batch']} x {s['sequence']:,}"
     return [s["model"], s["method"], rank, tokens, ", ".join(_ways(s)), *sizes, off]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}" if size >= GIB else f"{size / GIB:.3g}"
 
 
 def _ways(s: dict[str, Any]) -> list[str]:
