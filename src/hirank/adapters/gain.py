@@ -258,7 +258,8 @@ def _mark(scale: float, lora_A: Tensor, lora_B: Tensor) -> tuple[Any, ...]:
 
 
 def _base_mark(weight: Tensor) -> tuple[Any, ...]:
-    return weight.data_ptr(), version(weight), weight.shape, weight.dtype, weight.device
+    layout = weight.shape, weight.stride()  # a transpose lies at the same address
+    return weight.data_ptr(), version(weight), layout, weight.dtype, weight.device
 
 
 def _in_capture(

@@ -140,10 +140,7 @@ class Member:
 
     def knows(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> bool:
         """Whether a call comes with the tensors that are watched."""
-        known = self.watched
-        return len(known) == 3 and (
-            known[0] is weight and known[1] is lora_A and known[2] is lora_B
-        )
+        return [*map(id, self.watched)] == [id(weight), id(lora_A), id(lora_B)]
 
     def serves(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> bool:
         """Whether the norm is good for this call: the hot path, so few and cheap."""
@@ -158,6 +155,7 @@ class Member:
             and group.turns == group.family.turns
             and self.visible == (scale, *versions, *pointers)
             and self.watched[0] is weight  # `visible` is written last
+            and weight.is_contiguous()  # its data may have been transposed where they lie
             and self.watched[1] is lora_A
             and self.watched[2] is lora_B
             and (group.step == _step or not lora_A.requires_grad)

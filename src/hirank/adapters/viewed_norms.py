@@ -43,7 +43,7 @@ class _Views(NamedTuple):
 
 
 def _marks(tensors: Three) -> tuple[object, ...]:
-    return tuple([(t.data_ptr(), t.requires_grad, t.dtype) for t in tensors])
+    return tuple([(t.data_ptr(), t.stride(), t.requires_grad, t.dtype) for t in tensors])
 
 
 @dataclass(eq=False)

@@ -298,7 +298,7 @@ def convert_quantised(
         layer.__class__, layer._hirank_norms, layer._hirank_stored = found, {}, None
         layer._hirank_handle = handle_for(layer)
         _mend(layer.base_layer)
-    layer._hirank_watch = _watches.setdefault(family, Watch())
+    layer._hirank_watch, layer._hirank_known = _watches.setdefault(family, Watch()), None
     if found is not None or again or isinstance(layer, RegisteredLinear):
         layer._hirank_options = wanted._replace(name=name)
     for norms in layer._hirank_norms.values():

@@ -119,6 +119,15 @@ def adapter_obstacle(layer: Any, name: str) -> str | None:
     return None
 
 
+def _place(module: nn.Module, name: str) -> dict[str, Any]:
+    """Where a module holds a tensor: what is generated or gathered need not be a parameter."""
+    found: dict[str, Any] = module._parameters
+    for place in (module._buffers, module.__dict__):
+        if name in place:
+            found = place
+    return found
+
+
 class Known:
     """The route of a layer and what it rests on, so that the next call need not ask again.
 
@@ -141,7 +150,8 @@ class Known:
         self.tier = (route(layer) if found is None else found).tier
         self.base = layer.base_layer
         self.turned = turned(self.base)
-        self.weight, self.bias = self.base._parameters.get("weight"), None
+        self.weight: Any = _place(self.base, "weight").get("weight")
+        self.bias = None
         self._active = list(layer.active_adapters)
         self._training = layer.training
         self.backend = layer._hirank_options.backend
@@ -155,9 +165,11 @@ class Known:
         self._modules = [(place, name, place[name]) for place, name in places]
         modules = [module for *_, module in self._modules]
         self._weights = [
-            (module._parameters, name, weight)
+            (place, name, place[name])
             for module in modules
-            for name, weight in module._parameters.items()
+            for name in {"weight": None, "bias": None, **module._parameters}
+            for place in [_place(module, name)]
+            if name in place
         ]
         tables = [layer._modules[kind]._parameters for kind in _TABLES]
         self._weights += [
