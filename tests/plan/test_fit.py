@@ -168,3 +168,18 @@ def test_memory_as_people_write_it(text: str, size: int):
 def test_what_is_no_memory(text: str, said: str):
     with pytest.raises(HirankError, match=said):
         read_memory(text)
+
+
+def test_beyond_the_search_changes_are_made_until_it_fits(monkeypatch: pytest.MonkeyPatch):
+    """And none that later ones do not build on is there without need."""
+    monkeypatch.setattr("hirank.plan.fit._TRIES", 5)
+    start = Setting("q", method="full", base_dtype="fp32", batch=8, loss="plain", step="loop")
+    found = fit(start, Q7, 12 * GIB)
+    assert found is not None
+    assert fits(found.ledger, 12 * GIB)
+    assert len(found.steps) < 10
+    last = start
+    for made, _ in found.steps[:-1]:
+        last = replace(last, **made.values)
+    assert not fits(closed_form(last, Q7), 12 * GIB)
+    assert fit(start, Q7, GIB) is None

@@ -110,3 +110,23 @@ def test_the_head_dimension_is_not_in_every_file():
 def test_what_cannot_be_counted_is_refused(config: dict[str, Any], said: str):
     with pytest.raises(HirankError, match=said):
         read_shape(config, "some model")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen2.5-7b", "num_key_value_heads", -1),
+        ("qwen2.5-7b", "num_key_value_heads", "4"),
+        ("qwen2.5-7b", "head_dim", [128]),
+        ("qwen2.5-7b", "hidden_size", 10**30),
+        ("qwen3-30b-a3b", "moe_intermediate_size", 0),
+        ("gemma-2-2b", "sliding_window", "4k"),
+        ("gemma-3-1b", "sliding_window_pattern", "six"),
+    ],
+)
+def test_a_field_that_is_no_count_is_named(name: str, key: str, value: Any):
+    config = {**CATALOGUE[name].config, key: value}
+    if key == "sliding_window_pattern":
+        config.pop("layer_types", None)
+    with pytest.raises(HirankError, match=f"{key} .* no count"):
+        read_shape(config, name)

@@ -152,6 +152,22 @@ def test_options_win_over_the_configuration(tmp_path: Path, tiny_model_dir: Path
     assert told(file, "--rank", 3)["setting"]["rank"] == 3
 
 
+def test_another_method_than_the_configurations_has_its_own_rank_and_weights(
+    tmp_path: Path, tiny_model_dir: Path
+):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {tiny_model_dir}\nmethod: {{name: lora, r: 4}}\ndata: rows.jsonl\n")
+    assert told(file, "--method", "dora")["setting"]["rank"] == 4
+    assert told(file, "--method", "galore")["setting"]["rank"] == 128
+    assert told(file, "--method", "full")["setting"]["base_dtype"] == "fp32"
+
+
+def test_no_number_is_cut_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(ENVIRONMENT, "COLUMNS", "80")
+    done = CliRunner().invoke(app, ["plan", "llama-3.1-8b", "--compare"], env=ENVIRONMENT)
+    assert re.search(r"qlora +16 +41.9 M +[0-9.]+ GiB +[0-9.]+ GiB ", done.output)
+
+
 def test_what_eager_alone_can_do_is_planned_with_eager():
     assert told("gemma-2-2b")["setting"]["attention"] == "eager"
 
@@ -178,6 +194,12 @@ def test_what_eager_alone_can_do_is_planned_with_eager():
         (["gemma-2-2b", "--attention", "sdpa"], "softcap"),
         (["qwen2.5-7b", "--engine", "tarce"], "closed or trace"),
         (["no.yaml"], "Cannot read the configuration"),
+        (["qwen2.5-7b", "--rank", "9" * 400], "rank is more than any run has"),
+        (["qwen2.5-7b", "--gpu", "9" * 400 + "GiB"], "more than 1 PiB"),
+        (["qwen2.5-7b", "--compare", "--html", "plan.html"], "--html belongs to a plan"),
+        (["qwen2.5-7b", "--fit", "8GiB", "--explain"], "--explain belongs to a plan"),
+        (["qwen2.5-7b", "--max", "seq", "--gpu", "8GiB", "--engine", "trace"], "not to --max"),
+        (["qwen2.5-7b", "--compare", "--fit", "8GiB"], "two questions"),
     ],
     ids=str,
 )

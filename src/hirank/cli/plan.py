@@ -103,6 +103,9 @@ def plan(
     """Say how much memory a run will need. Nothing is loaded. Exit code 1: it does not fit."""
     if models:
         return _list_models()
+    answers = {"--max": max_ is not None, "--compare": compare, "--fit": fit is not None}
+    details = {"--explain": explain, "--html": html is not None, "--engine": engine != "closed"}
+    _refuse_two_questions(answers, details)
     measured = _measured(calibration_file)
     if calibration:
         return _show_calibration(measured, json_)
@@ -134,6 +137,18 @@ def plan(
 # What is asked.
 
 
+def _refuse_two_questions(answers: dict[str, bool], details: dict[str, bool]) -> None:
+    """--max takes its size from --fit too; a plan's details go with no other answer."""
+    asked = [name for name in answers if answers[name]]
+    beside = [name for name in details if details[name]]
+    if len(asked) > 1 and "--compare" in asked:
+        raise HirankError(f"{asked[0]} and {asked[1]} are two questions; ask one at a time.")
+    if asked and beside:
+        raise HirankError(
+            f"{beside[0]} belongs to a plan, not to {asked[0]}; leave one of them out."
+        )
+
+
 def _targets(text: str | None) -> str | tuple[str, ...] | None:
     if text is None or text in ("all-linear", "all"):
         return None if text is None else "all-linear"
@@ -152,6 +167,8 @@ def _setting(
     if Path(model).suffix in (".yaml", ".yml"):
         base = _of_config(Path(model), overrides)
         shape = find_shape(base.model)
+        if given.get("method", base.method) != base.method:
+            base = replace(base, **_usual({"method": given["method"]}))
     elif overrides:
         raise HirankError("--set changes the YAML file of a run; use options such as --rank here.")
     else:
@@ -164,24 +181,18 @@ def _setting(
 
 def _usual(given: dict[str, Any]) -> dict[str, Any]:
     """What follows from a method if nothing else is said, as in `hirank train`."""
+    from hirank.plan.compare import USUAL_RANK
+    from hirank.plan.setting import METHODS
+
     method = given.get("method", "dora")
     usual: dict[str, Any] = {"method": method}
     if method == "full":
         usual["base_dtype"] = "fp32"
-    if method in _RANKS:
-        usual["rank"] = _RANKS[method]
+    if method in USUAL_RANK:
+        usual["rank"] = USUAL_RANK[method]
     if (given.get("world") or 1) > 1:
         usual |= {"sharding": "ddp", "world": given["world"]}
-    return usual if _is_method(method) else {}
-
-
-_RANKS = {"galore": 128, "qgalore": 128, "fira": 128, "apollo": 256, "apollo-mini": 1}
-
-
-def _is_method(name: str) -> bool:
-    from hirank.plan.setting import METHODS
-
-    return name in METHODS
+    return usual if method in METHODS else {}
 
 
 def _of_config(path: Path, overrides: list[str]) -> Setting:
@@ -228,7 +239,7 @@ def _measured(file: Path | None) -> list[Measured]:
     from hirank.plan.calibration import calibration_file, recall
 
     if file is not None and not file.is_file():
-        raise HirankError(f"There is no file {file}; leave out --calibration-file, or mend it.")
+        raise HirankError(f"{file} is no file; leave out --calibration-file, or mend it.")
     place = file if file is not None else calibration_file()
     return [] if place is None else recall(place)
 
@@ -251,11 +262,9 @@ def _show_calibration(measured: list[Measured], as_json: bool) -> None:
 
     if as_json:
         return _json([vars(run) for run in measured])
-    if not measured:
-        return print(
-            "Nothing was measured here yet: hirank train writes it down after runs on a GPU."
-        )
-    _print(calibration_lines(measured))
+    if measured:
+        return _print(calibration_lines(measured))
+    print("Nothing was measured here yet: hirank train writes it down after runs on a GPU.")
 
 
 # What is shown.

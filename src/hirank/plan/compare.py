@@ -11,7 +11,7 @@ from hirank.plan.ledger import ESTIMATED, Ledger, Overhead
 from hirank.plan.setting import Setting
 from hirank.plan.states import trained_numbers
 
-__all__ = ["Row", "comparison"]
+__all__ = ["USUAL_RANK", "Row", "comparison"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Row:
 
 
 _NARROW: dict[str, Any] = {"base_dtype": "bf16", "step_in_backward": False}
-_USUAL_RANK = {"galore": 128, "qgalore": 128, "fira": 128, "apollo": 256, "apollo-mini": 1}
+USUAL_RANK = {"galore": 128, "qgalore": 128, "fira": 128, "apollo": 256, "apollo-mini": 1}
 
 
 def comparison(setting: Setting, shape: Shape, overhead: Overhead = ESTIMATED) -> list[Row]:
@@ -45,7 +45,7 @@ def _settings(s: Setting) -> list[tuple[str, Setting]]:
         (name, replace(s, method=name, rank=rank, kbit_upcast=False, **_NARROW))
         for name in ("qlora", "qdora", "lora", "dora", "dora-peft")
     ]
-    for name, usual in _USUAL_RANK.items():
+    for name, usual in USUAL_RANK.items():
         mine = s.rank if s.method == name else usual
         made = replace(s, method=name, rank=mine, kbit_upcast=False, **_NARROW)  # type: ignore[arg-type]
         found.append((name, made))

@@ -17,7 +17,8 @@ from hirank.plan.sizes import gib
 
 __all__ = ["Fit", "advice", "fit", "fits", "largest"]
 
-_TRIES = 6000
+_TRIES = 1000
+"""Settings that the search for the cheapest looks at: about a second or two."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,20 @@ def fit(
 ) -> Fit | None:
     """The setting that fits with the lowest sum of prices, None if none does.
 
-    A search by price, so the first that fits is the cheapest.
+    A search by price, so the first that fits is the cheapest. Where that is farther away than
+    _TRIES, the changes are made cheapest first until it fits, and those taken back that were not
+    needed.
     """
+    made = _search(setting, shape, capacity, overhead)
+    if made is None:
+        made = _descend(setting, shape, capacity, overhead)
+        made = made and _needed(setting, shape, made, capacity, overhead)
+    return None if made is None else _told(setting, shape, made, overhead)
+
+
+def _search(
+    setting: Setting, shape: Shape, capacity: int, overhead: Overhead
+) -> tuple[Made, ...] | None:
     order = itertools.count()
     seen = {setting}
     heap: list[tuple[float, int, Setting, tuple[Made, ...]]] = [(0.0, next(order), setting, ())]
@@ -50,13 +63,56 @@ def fit(
             return None
         price, _, found, made = heapq.heappop(heap)
         if fits(closed_form(found, shape, overhead), capacity):
-            return _told(setting, shape, made, overhead)
+            return made
         for changed, change in changes_of(found):
             if changed not in seen and _possible(changed, shape):
                 seen.add(changed)
                 entry = (price + change.price, next(order), changed, (*made, change))
                 heapq.heappush(heap, entry)
     return None
+
+
+def _descend(
+    setting: Setting, shape: Shape, capacity: int, overhead: Overhead
+) -> tuple[Made, ...] | None:
+    """Whatever makes it smaller, the cheapest first, until it fits; None if it never does."""
+    made: list[Made] = []
+    while not fits(ledger := closed_form(setting, shape, overhead), capacity):
+        smaller = (
+            (changed, change)
+            for changed, change in sorted(changes_of(setting), key=lambda one: one[1].price)
+            if _possible(changed, shape)
+            and closed_form(changed, shape, overhead).process < ledger.process
+        )
+        found = next(smaller, None)
+        if found is None:
+            return None
+        setting = found[0]
+        made.append(found[1])
+    return tuple(made)
+
+
+def _needed(
+    setting: Setting, shape: Shape, made: tuple[Made, ...], capacity: int, overhead: Overhead
+) -> tuple[Made, ...]:
+    """Those changes without which it would not fit, the most expensive taken back first."""
+    for change in sorted(reversed(made), key=lambda one: -one.price):
+        fewer = tuple(one for one in made if one is not change)
+        changed = _replayed(setting, fewer)
+        if changed is not None and fits(closed_form(changed, shape, overhead), capacity):
+            return _needed(setting, shape, fewer, capacity, overhead)
+    return made
+
+
+def _replayed(setting: Setting, made: tuple[Made, ...]) -> Setting | None:
+    """The setting after these changes; None where one of them means something else by then."""
+    for change in made:
+        offered = (one for one, same in changes_of(setting) if same == change)
+        found = next(offered, None)
+        if found is None:
+            return None
+        setting = found
+    return setting
 
 
 def _possible(setting: Setting, shape: Shape) -> bool:

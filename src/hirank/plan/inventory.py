@@ -217,20 +217,19 @@ def read_shape(config: Mapping[str, Any], name: str) -> Shape:
     text = {**family.defaults, **text}
     layers = _count(text, "num_hidden_layers", name)
     hidden, heads = _count(text, "hidden_size", name), _count(text, "num_attention_heads", name)
-    head_dim = text.get("head_dim") or family.head_dim or hidden // heads
     experts = _experts(text, family.experts, name) if family.experts else 0
-    expert_size = text.get("moe_intermediate_size") or text.get("intermediate_size")
+    intermediate = _count(text, "intermediate_size", name)
     bias = family.reads_bias and bool(text.get("attention_bias", False))
-    sliding = _sliding(text, kind, layers)
+    sliding = _sliding(text, kind, layers, name)
     return Shape(
         name=name,
         model_type=kind,
         layers=layers,
         hidden=hidden,
-        intermediate=_count(text, "intermediate_size", name),
+        intermediate=intermediate,
         heads=heads,
-        kv_heads=text.get("num_key_value_heads") or heads,
-        head_dim=int(head_dim),
+        kv_heads=_count_or(heads, text, "num_key_value_heads", name),
+        head_dim=_count_or(family.head_dim or hidden // heads, text, "head_dim", name),
         vocabulary=_count(text, "vocab_size", name),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", family.tied))),
         qkv_bias=family.qkv_bias or bias,
@@ -242,11 +241,15 @@ def read_shape(config: Mapping[str, Any], name: str) -> Shape:
         softcapped=family.softcap and bool(text.get("attn_logit_softcapping", 50.0)),
         experts=experts,
         active=_count(text, "num_experts_per_tok", name) if experts else 0,
-        expert_size=int(expert_size or 0) if experts else 0,
-        window=text.get("sliding_window") if sliding else None,
+        expert_size=_count_or(intermediate, text, "moe_intermediate_size", name) if experts else 0,
+        window=_count(text, "sliding_window", name) if sliding else None,
         sliding=sliding,
         images=seeing,
     )
+
+
+_NO_SIZE = 2**32
+"""No model has that many of anything: a slip, and its bytes would not fit into a float."""
 
 
 def _family_name(text: Mapping[str, Any], config: Mapping[str, Any], name: str) -> str:
@@ -264,9 +267,14 @@ def _family_name(text: Mapping[str, Any], config: Mapping[str, Any], name: str) 
 
 def _count(text: Mapping[str, Any], key: str, name: str) -> int:
     value = text.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _NO_SIZE:
         raise HirankError(f"The config.json of {name} has {key} {value!r}, which is no count.")
     return value
+
+
+def _count_or(usual: int, text: Mapping[str, Any], key: str, name: str) -> int:
+    """A count that may be left out, or null."""
+    return usual if text.get(key) is None else _count(text, key, name)
 
 
 def _experts(text: Mapping[str, Any], key: str, name: str) -> int:
@@ -274,7 +282,7 @@ def _experts(text: Mapping[str, Any], key: str, name: str) -> int:
     return _count(text, key if key in text else "num_local_experts", name)
 
 
-def _sliding(text: Mapping[str, Any], kind: str, layers: int) -> int:
+def _sliding(text: Mapping[str, Any], kind: str, layers: int, name: str) -> int:
     """Blocks whose attention sees a window only."""
     if not text.get("sliding_window") or text.get("use_sliding_window") is False:
         return 0
@@ -283,5 +291,5 @@ def _sliding(text: Mapping[str, Any], kind: str, layers: int) -> int:
     if kind == "gemma2":
         return -(-layers // 2)
     if kind == "gemma3_text":
-        return layers - layers // int(text.get("sliding_window_pattern") or 6)
+        return layers - layers // _count_or(6, text, "sliding_window_pattern", name)
     return layers if kind in ("mistral", "mixtral") else 0

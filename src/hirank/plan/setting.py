@@ -189,9 +189,14 @@ def _check_choice(name: str, value: Any) -> None:
     raise HirankError(f"{name} is {value!r}, but it is one of {', '.join(known)}{hint}.")
 
 
+_MOST = 2**32
+
+
 def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise HirankError(f"{name} is {value!r}; give a whole number of at least {least}.")
+    if value >= _MOST:
+        raise HirankError(f"{name} is more than any run has; give a whole number below {_MOST:,}.")
 
 
 def _contradictions(s: Setting) -> list[tuple[bool, str]]:

@@ -34,11 +34,13 @@ def read_memory(text: str) -> int:
     found = re.fullmatch(r"([0-9]*\.?[0-9]+)([a-z]*)", name)
     if found is None or found[2] not in _UNITS:
         raise HirankError(_no_memory(text, name))
-    size = int(float(found[1]) * _UNITS[found[2]])
+    size = float(found[1]) * _UNITS[found[2]]
+    if size >= 2**50:
+        raise HirankError(f"{text[:40]} is more than 1 PiB, which no GPU has; write 24GiB or 80GB.")
     if size < 2**20:
         hint = f"; is {text.strip()}GiB meant?" if not found[2] else ""
         raise HirankError(f"{text} is less than 1 MiB, which no GPU has{hint}")
-    return size
+    return int(size)
 
 
 def _no_memory(text: str, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -107,11 +108,16 @@ def _share(size: int, whole: int) -> tuple[str, str]:
     return f"{100 * share:.0f} %", "█" * round(BAR * share)
 
 
+_WORDS = ("At", "Most of it", "Date", "GPU", "Model", "Shape from")
+"""Columns that take two lines in a narrow terminal, so that no number is cut."""
+
+
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(first, no_wrap=True)
+    table.add_column(first, no_wrap=first not in _WORDS)
     for name in others:
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+        justify: Literal["left", "right"] = "right" if name else "left"
+        table.add_column(name, justify=justify, no_wrap=name not in _WORDS)
     return table
 
 
@@ -164,7 +170,7 @@ def _run_cells(run: Measured) -> Iterable[Text]:
     tokens = f"{said.get('batch', '?')} x {said.get('sequence', '?')}"
     sizes = (gib(run.planned), gib(run.allocated), f"{100 * run.off:+.1f} %")
     model = f"{kind} {count_text(count)}"
-    return map(Text, (run.date, run.gpu, model, str(said.get("method")), tokens, *sizes))
+    return map(Text, (run.date[:10], run.gpu, model, str(said.get("method")), tokens, *sizes))
 
 
 def fit_lines(found: Fit | None, capacity: int) -> Iterator[RenderableType]:
