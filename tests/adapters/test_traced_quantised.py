@@ -1,6 +1,7 @@
 """DoRA over four bits in one graph: the values of uncompiled code, no break, one compilation."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -88,3 +89,13 @@ def test_opcheck(training):
     given = (layer._hirank_handle, x, *parts, 2.0, training, "auto")
     utils = ("test_schema", "test_faketensor", *(["test_aot_dispatch_static"] if training else []))
     torch.library.opcheck(torch.ops.hirank.adapted_quantised.default, given, test_utils=utils)
+
+
+def test_a_layer_that_is_gone_before_backward_is_named():
+    model, x = qdora(), inputs(5, K)
+    y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    del model
+    torch.compiler.reset()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="keep the model until after backward"):
+        y.sum().backward()

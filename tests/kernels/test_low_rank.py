@@ -76,6 +76,23 @@ def test_a_scale_on_the_cast_changes_no_bit(monkeypatch):
 
 
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
+def test_a_kernel_gets_a_float_whatever_the_scale(monkeypatch):
+    # launches that look alike share what was compiled, and 2 == 2.0
+    as_on_a_gpu(monkeypatch)
+    cast, found, given = _operands._cast, [], draw(torch.bfloat16, "cpu")
+
+    def record(grid, tensors, numbers, *more, **options):
+        found.extend(map(type, numbers[3:]))
+        cast(grid, tensors, numbers, *more, **options)
+
+    monkeypatch.setattr(_operands, "_cast", record)
+    for scale in (1, 2, 3, 2.0):
+        hidden_of(given["x"], given["A"], given["B"], scale)
+        back_of(given["t"], given["A"], given["B"], scale)
+    assert set(found) == {float}
+
+
+@pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 def test_threads_have_places_of_their_own(monkeypatch):
     as_on_a_gpu(monkeypatch)
     given = draw(torch.bfloat16, "cpu")

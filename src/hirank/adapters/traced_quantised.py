@@ -36,6 +36,16 @@ def handle_for(layer: Any) -> Tensor:
     return torch.tensor(number)
 
 
+def _found(handle: Tensor) -> Any:
+    layer = _LAYERS.get(int(handle))
+    if layer is None:
+        raise RuntimeError(
+            "A compiled layer over four bits is gone, and with it the weight that its backward "
+            "pass reads: keep the model until after backward."
+        )
+    return layer
+
+
 def _norm(layer: Any, packed: Packed, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
     """The norm that the layer keeps for the adapter with these weights; computed if it has none."""
     norms, A, B = QuantisedNorms(), lora_A, lora_B
@@ -65,7 +75,7 @@ def _run(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """y [..., N], and h [M, R] in training; x and bias are in the compute dtype."""
-    layer = _LAYERS[int(handle)]
+    layer = _found(handle)
     packed = _packed(layer, x, training)
     with torch.set_grad_enabled(training):  # the norms ask whether a backward pass will follow
         norm = _norm(layer, packed, lora_A, lora_B, scale)
@@ -96,7 +106,7 @@ def _run_backward(
     backend: str,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, A, B, magnitude and bias; empty where none is needed."""
-    layer = _LAYERS[int(handle)]
+    layer = _found(handle)
     packed = _packed(layer, x, True)
     with torch.enable_grad():
         norm = _norm(layer, packed, lora_A, lora_B, scale)

@@ -40,7 +40,7 @@ def hidden_of(x: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> tuple[
     """As `low_rank`, for A and B as they lie; B is good until the next call of this thread."""
     if not _brief(x, lora_A, lora_B):
         return low_rank(x, *operands(lora_A, lora_B, x.dtype), scale)
-    factor = scale if _rides(scale) else 1.0
+    factor = float(scale) if _rides(scale) else 1.0  # one kernel serves 2 and 2.0
     cast = brief_cast(lora_A, lora_B, x.dtype, factor, 1.0)
     if factor == scale:
         return torch.mm(x, cast.A_t), cast.B
@@ -52,7 +52,7 @@ def back_of(t: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> tuple[Te
     if not _brief(t, lora_A, lora_B):
         A, B = operands(lora_A, lora_B, t.dtype)
         return _scaled_product(t, B, scale), A
-    factor = scale if _rides(scale) else 1.0
+    factor = float(scale) if _rides(scale) else 1.0  # one kernel serves 2 and 2.0
     cast = brief_cast(lora_A, lora_B, t.dtype, 1.0, factor)
     if factor == scale:
         return torch.mm(t, cast.B), cast.A

@@ -119,7 +119,7 @@ def dora_decode(
     _hidden(
         (-(-R // rows), M, _SPLIT),
         (h, x.contiguous(), lora_A),
-        (scale, K, R),
+        (float(scale), K, R),  # one kernel serves 2 and 2.0
         (rows, width, _SPLIT),
         num_warps=4,
     )
