@@ -239,7 +239,7 @@ def _measured(file: Path | None) -> list[Measured]:
     from hirank.plan.calibration import calibration_file, recall
 
     if file is not None and not file.is_file():
-        raise HirankError(f"{file} is no file; leave out --calibration-file, or mend it.")
+        raise HirankError(f"There is no file {file}; leave out --calibration-file, or mend it.")
     place = file if file is not None else calibration_file()
     return [] if place is None else recall(place)
 
