@@ -120,3 +120,16 @@ def test_a_row_without_norm_is_left_as_lora():
     lora = ours(weight, norm, moves)(**leaves)
     torch.testing.assert_close(found["out"][:, 3], lora[:, 3])
     assert found["dm"][3] == 0 and all(torch.isfinite(t).all() for t in found.values())
+
+
+@pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
+@pytest.mark.parametrize("case", ["plain", "last"])
+def test_the_next_layer_may_write_over_its_output(case, dora):
+    leaves, weight, norm, moves = make(torch.float32, "cpu", **CASES[case])
+    found, call = [], ours(weight, norm, moves)
+    for relu in (torch.relu_, torch.relu):
+        given = {k: v.clone().requires_grad_() for k, v in leaves.items() if dora or k != "m"}
+        y = relu(call(**given))
+        y.square().sum().backward()
+        found.append([y.detach(), *(t.grad for t in given.values())])
+    assert all(map(torch.equal, *found))

@@ -161,7 +161,9 @@ def _stretched(
     """g (u - b) + b"""
     flat, how = _layout(u)
     compose = forward_way(how, u, plain)
-    return _laid(compose(None, flat(u), magnitude, norm, bias, None, 1.0), u)
+    found = _laid(compose(None, flat(u), magnitude, norm, bias, None, 1.0), u)
+    place = found.untyped_storage(), found.storage_offset(), found.shape, found.stride()
+    return found.new_empty(0).set_(*place)  # no view: the next layer may write over it
 
 
 def _through_gain(
