@@ -1,6 +1,7 @@
 """What every test gets: no network, a seed, and memory that is never zero by luck."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,13 @@ SEED = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each xdist worker one core: two workers with two threads each only wait."""
+    """Give each xdist worker one core: two workers with two threads each only wait.
+
+    Started in the background by a shell, we ignore interrupts, and so would the commands that tests
+    interrupt.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
 
