@@ -25,13 +25,13 @@ def make(dtype, device, *, groups=1, images=3, last=False, **moves):
     def random(*shape):
         return torch.randn(shape, generator=draw, dtype=torch.float64).to(device, dtype)
 
-    x, A, B = random(images, 4, 9, 8), random(2, 4, 3, 3) / 6, random(16, 2 // groups, 1, 1)
-    weight = random(16, 4 // groups, 3, 3) / 6
+    x, A, B = random(images, 8, 9, 8), random(6, 8, 3, 3) / 8, random(32, 6 // groups, 1, 1)
+    weight = random(32, 8 // groups, 3, 3) / 8
     if last:
         x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
     wide = torch.promote_types(dtype, torch.float32)
-    norm = torch.rand(16, generator=draw, dtype=torch.float64).to(device, wide) + 0.5
-    leaves = {"x": x, "A": A, "B": B, "m": random(16).to(wide), "bias": random(16)}
+    norm = torch.rand(32, generator=draw, dtype=torch.float64).to(device, wide) + 0.5
+    leaves = {"x": x, "A": A, "B": B, "m": random(32).to(wide), "bias": random(32)}
     given = Moves(*([moves.get(k, d)] * 2 for k, d in (("stride", 1), ("padding", 0))),
                   [moves.get("dilation", 1)] * 2, groups)  # fmt: skip
     return leaves, weight, norm, given
