@@ -189,6 +189,19 @@ def test_accumulation_keeps_gradients_through_forward():
     assert twice.phases["forward end"]["gradients"] == shape.parameters * 2
 
 
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("llama-3.2-1b", {"method": "dora-peft", "adapter_dtype": "bf16"}),
+        ("gemma-2-2b", {"method": "lora", "attention": "eager", "loss": "plain"}),
+    ],
+)
+def test_where_the_engines_are_known_to_part_a_plan_says_so(model: str, more: dict[str, Any]):
+    shape = read_shape(CATALOGUE[model].config, model)
+    notes = closed_form(Setting(model, **more), shape).notes
+    assert any("--engine trace" in note for note in notes)
+
+
 @pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
 def test_sharded_weights_are_split(sharding: Any):
     shape = read_shape(CATALOGUE["llama-3.1-8b"].config, "l")
