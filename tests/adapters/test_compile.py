@@ -243,3 +243,16 @@ def test_a_wrong_input_is_refused_while_compiling():
     model = wrap(Lin(24, 16))
     with pytest.raises(Exception, match="it must end in 24"):
         compiled(model)(torch.ones(2, 23))
+
+
+def test_a_restored_layer_is_no_trouble_to_others():
+    """Its norms may outlive its conversion."""
+    before = perturb(wrap(Lin(24, 16)))
+    x = torch.randn(2, 24)
+    before(x)
+    (layer,) = [m for m in before.modules() if hasattr(m, "_hirank_norms")]
+    kept = dict(layer._hirank_norms)
+    hirank.restore(before)
+    model = perturb(wrap(Lin(24, 16)))
+    torch.testing.assert_close(compiled(model, "eager")(x), model(x))
+    assert kept

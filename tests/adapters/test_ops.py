@@ -121,8 +121,11 @@ def registered() -> set[str]:
     return {name.removeprefix("hirank::").partition(".")[0] for name in names}
 
 
+ELSEWHERE = {"adapted_quantised", "adapted_quantised_backward"}  # in test_traced_quantised.py
+
+
 def test_every_registered_op_is_here():
-    assert registered() == set(CASES)
+    assert registered() - ELSEWHERE == set(CASES)
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,12 @@ def _source(owner: "weakref.ref[Any]", name: str) -> tuple[Tensor, Tensor, Tenso
     layer = owner()
     if layer is None or name not in layer.lora_variant:
         return None
+    known = layer.__dict__.get("_hirank_norms")
+    if known is None:  # PEFT's own again
+        return None
     if name not in layer.active_adapters and name not in layer._hirank_mixed:
         return None
-    norms, held = layer._hirank_norms.get(name), (layer.base_layer.weight, *factors(layer, name))
+    norms, held = known.get(name), (layer.base_layer.weight, *factors(layer, name))
     viewed = isinstance(norms, ViewedNormCache)
     found = norms.views(*held) if viewed else norm_inputs(layer, name)
     if any(a.data_ptr() != b.data_ptr() for a, b in zip(found, held, strict=True)):
