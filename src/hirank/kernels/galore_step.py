@@ -18,6 +18,8 @@ Papers     GaLore arXiv 2403.03507, Q-GaLore 2407.08296.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -274,14 +276,13 @@ class _Changing(Launcher):
     ) -> None:
         """As `Launcher`."""
         device = tensors[0].get_device()
-        if not tensors[0].is_cuda or device != torch.cuda.current_device():
+        if not tensors[0].is_cuda or device != torch._C._cuda_getDevice():
             super().__call__(grid, tensors, numbers, constants, **options)
             return
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        look = (
-            device, numbers[0], numbers[-1], constants, *[pointer & 15 for pointer in pointers],
-            *[tensor.dtype for tensor in tensors],
-        )  # fmt: skip
+        pointers = tuple(map(_address_of, tensors))
+        skew = tuple(p & 15 for p in pointers) if reduce(or_, pointers) & 15 else None
+        kinds = tuple(map(_dtype_of, tensors))
+        look = device, numbers[0], numbers[-1], constants, skew, kinds
         compiled, hooks = self._compiled.get(look), triton.knobs.runtime
         if compiled is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             self._keep(look, self._kernel[grid](*tensors, *numbers, *constants, **options))
@@ -292,6 +293,8 @@ class _Changing(Launcher):
         )  # fmt: skip
 
 
+_address_of = torch._C.TensorBase.data_ptr
+_dtype_of = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 _adam, _move_int8, _move_bf16 = map(_Changing, (_adam_kernel, _move_int8_kernel, _move_bf16_kernel))
 _ADAM_ROWS, _MOVE_ROWS, _MOVE_BLOCK = 4, 8, 2048
 
@@ -321,7 +324,7 @@ def adam_int8_(
         return adam_int8_ref_(grad, moments, ok, adam, seed, start, dtype)
     out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
     _adam(
-        (triton.cdiv(n, _ADAM_ROWS * BLOCK), 1, 1),
+        (-(-n // (_ADAM_ROWS * BLOCK)), 1, 1),
         (out, grad.contiguous(), *moments, ok.view(torch.uint8)),
         (n, *_coefficients(adam), *halves(seed), *halves(seed + 1), start),
         (_ADAM_ROWS, BLOCK),
@@ -347,7 +350,7 @@ def move_int8_(weight: Blocks, delta: Tensor, move: Move) -> None:
         return move_int8_ref_(weight, delta, move)
     keep = delta if move.keep is None else move.keep
     _move_int8(
-        (triton.cdiv(n, _MOVE_ROWS * BLOCK), 1, 1),
+        (-(-n // (_MOVE_ROWS * BLOCK)), 1, 1),
         (*weight, delta, keep),
         (n, float(move.step), ROOM, *halves(move.seed), move.start),
         (move.keep is not None, _MOVE_ROWS, BLOCK),
@@ -366,7 +369,7 @@ def move_bf16_(weight: Tensor, delta: Tensor, move: Move) -> None:
         return move_bf16_ref_(weight, delta, move)
     keep = delta if move.keep is None else move.keep
     _move_bf16(
-        (triton.cdiv(n, _MOVE_BLOCK), 1, 1),
+        (-(-n // _MOVE_BLOCK), 1, 1),
         (weight, delta, keep),
         (n, float(move.step), *halves(move.seed), move.start),
         (move.keep is not None, _MOVE_BLOCK),

@@ -36,7 +36,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,8 @@ from hirank.optim import bases, rules, sharded, small
 from hirank.optim.groups import refuse_sparse
 from hirank.optim.hyper import Hyper
 from hirank.optim.optimizer import LowRankAdamW
+from hirank.optim.rules import Seen
+from hirank.optim.sharded import Norm
 
 __all__ = ["StepInBackward"]
 
@@ -95,7 +97,7 @@ class StepInBackward:
         self.loss_scale: float | Tensor = 1.0
         self.calls = 0
         self.grad_norm: Tensor | None = None
-        self._norms: list[_Norm] = []
+        self._norms: list[Norm] = []
         self._done: set[Tensor] = set()
         self._handles: dict[Tensor, Any] = {}
         self.watch()
@@ -142,21 +144,46 @@ class StepInBackward:
 
     # A gradient comes.
 
-    @torch.no_grad()
     def _hook(self, p: Tensor) -> None:
-        grad, p.grad = p.grad, None
-        assert grad is not None
-        refuse_sparse(grad)
+        hyper = self.optimizer.hyper_of(p)
+        state = self.optimizer.state_of(p, hyper)
         if p in self._done:
+            p.grad = None
             raise HirankError(
                 f"A parameter of shape {tuple(p.shape)} got a further gradient after its step; "
                 f"call optimizer.step() after every {self.micro_batches} backward passes, or give "
                 "micro_batches the number of passes in a step."
             )
-        state, hyper = self.optimizer.state_of(p), self.optimizer.hyper_of(p)
-        self._add(p, self._unscaled(grad), state, hyper)
+        if self._steps_at_once and _COUNT not in state and not small.is_small(p, hyper):
+            self._done.add(p)
+            self._norms.append(self._step_at_once(p, state, hyper))
+            self.calls += 1
+            return
+        self._add(p, self._taken_from(p), state, hyper)
         if state[_COUNT] == self.micro_batches:
             self._complete(p, state, hyper)
+
+    @property
+    def _steps_at_once(self) -> bool:
+        """Whether the first gradient of a window is the last, and nothing else is waited for."""
+        return self.micro_batches == 1 and self.clip is None and self.process_group is None
+
+    def _step_at_once(self, p: Tensor, state: dict[str, Any], hyper: Hyper) -> Norm:
+        """Nothing waits, and where R is enough the gradient is gone before anything is made of R:
+        no name here or in the callers may hold it."""
+        grad: Tensor | None = self._taken_from(p)
+        seen = None
+        if rules.is_projected(p, hyper) and not rules.needs_dense(hyper):
+            assert grad is not None
+            seen = rules.reduce_gradient(p, grad, state, hyper)
+            grad = None if seen is not None else grad
+        return self.optimizer.step_parameter(p, grad, hyper, seen=seen)
+
+    def _taken_from(self, p: Tensor) -> Tensor:
+        grad, p.grad = p.grad, None
+        assert grad is not None
+        refuse_sparse(grad)
+        return self._unscaled(grad)
 
     def _unscaled(self, grad: Tensor) -> Tensor:
         scaled = isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0
@@ -169,9 +196,9 @@ class StepInBackward:
         state[_COUNT] = state.get(_COUNT, 0) + 1
         key, value = _DENSE, grad
         if self._may_project(p, state, hyper):
-            reduced = rules.reduce_gradient(p, grad, state, hyper)
-            if reduced is not None:  # else not finite: kept in full, to be found so at the step
-                key, value = _REDUCED, reduced
+            seen = rules.reduce_gradient(p, grad, state, hyper)
+            if seen is not None:  # else not finite: kept in full, to be found so at the step
+                key, value = _REDUCED, seen.reduced
         if key in state:
             state[key] += value
         else:
@@ -192,9 +219,9 @@ class StepInBackward:
                 _average(state[key], self.process_group)
         self._done.add(p)
         if _DENSE in state and rules.is_projected(p, hyper) and not rules.needs_dense(hyper):
-            reduced = rules.reduce_gradient(p, state[_DENSE], state, hyper)
-            if reduced is not None:
-                state[_REDUCED] = reduced
+            seen = rules.reduce_gradient(p, state[_DENSE], state, hyper)
+            if seen is not None:
+                state[_REDUCED] = seen.reduced
                 del state[_DENSE]
         if self.clip is None and not small.is_small(p, hyper):
             self._step(p, state, hyper)
@@ -203,10 +230,14 @@ class StepInBackward:
         self, p: Tensor, state: dict[str, Any], hyper: Hyper, factor: Tensor | None = None
     ) -> None:
         reduced, dense = self._taken(state, factor)
-        grad = dense if dense is not None else reduced
-        assert grad is not None
-        self.optimizer.step_parameter(p, grad, hyper, reduced=reduced)
-        self.calls += 1
+        seen = None if reduced is None else Seen(reduced)
+        norm = self.optimizer.step_parameter(p, dense, hyper, seen=seen)
+        self._stepped([norm])
+
+    def _stepped(self, norms: list[Norm]) -> None:
+        self.calls += len(norms)
+        if self.clip is None:  # else norms were taken before they were clipped
+            self._norms += norms
 
     def _taken(
         self, state: dict[str, Any], factor: Tensor | None
@@ -215,9 +246,7 @@ class StepInBackward:
         state.pop(_COUNT)
         parts = state.pop(_REDUCED, None), state.pop(_DENSE, None)
         for part in parts:
-            if part is not None and factor is None:
-                self._norms.append(_norm(part))
-            elif part is not None and factor is not None:
+            if part is not None and factor is not None:
                 sharded.local(part).mul_(factor.to(part.device))
         return parts
 
@@ -226,6 +255,10 @@ class StepInBackward:
     @torch.no_grad()
     def close(self) -> None:
         """Step what still waits, and count what was skipped. `optimizer.step()` calls this."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._close()
+
+    def _close(self) -> None:
         for p in self._waiting():
             if p not in self._done:  # fewer passes than expected: an expert, an epoch's last window
                 self._complete(p, self.optimizer.state[p], self.optimizer.hyper_of(p))
@@ -251,7 +284,7 @@ class StepInBackward:
                 together.append((p, dense))
             else:
                 self._step(p, state, hyper, factor)
-        self.calls += self.optimizer.step_small(together)
+        self._stepped(self.optimizer.step_small(together))
 
     def _factor(self, waiting: list[Tensor]) -> Tensor | None:
         """What clipping multiplies gradients by."""
@@ -259,7 +292,7 @@ class StepInBackward:
             return None
         states = [self.optimizer.state[p] for p in waiting]
         held: list[Tensor] = [state.get(_REDUCED, state.get(_DENSE)) for state in states]
-        self._norms = [_norm(part) for part in held]
+        self._norms = [sharded.norm(part) for part in held]
         factor: Tensor = (self.clip / (_total(self._norms) + 1e-6)).clamp(max=1.0)
         return factor
 
@@ -282,25 +315,13 @@ def _weak_hook(engine: StepInBackward) -> Callable[[Any], None]:
     def hook(p: Tensor) -> None:
         engine = held()
         if engine is not None:
-            engine._hook(p)
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                engine._hook(p)
 
     return hook
 
 
-class _Norm(NamedTuple):
-    """Of what is in this process, and how the rest is spread; the tensor itself is let go."""
-
-    value: Tensor
-    spread: Any
-
-
-def _norm(part: Tensor) -> _Norm:
-    wide = torch.promote_types(part.dtype, torch.float32)
-    value = torch.linalg.vector_norm(sharded.local(part), dtype=wide)
-    return _Norm(value, sharded.spread(part))
-
-
-def _total(norms: list[_Norm]) -> Tensor:
+def _total(norms: list[Norm]) -> Tensor:
     """The norm of all parts, with one sum over processes for those that are sharded alike."""
     alike: dict[Any, list[Tensor]] = {}
     for norm in norms:

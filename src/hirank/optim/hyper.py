@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Literal, get_args, get_type_hints
 
 from hirank.errors import HirankError
@@ -122,12 +123,16 @@ class Hyper:
 
 _HINTS = get_type_hints(Hyper)
 _NAMES = tuple(field.name for field in fields(Hyper))
+_values_of = itemgetter(*_NAMES)  # by C alone: this is asked for every parameter of every step
 
 
 def hyper_of(group: Mapping[str, Any]) -> Hyper:
     """The settings of a parameter group, lr as a number if a scheduler made it a tensor."""
-    values = {name: group[name] for name in _NAMES}
-    return _made(*(values | {"lr": float(group["lr"]), "betas": tuple(group["betas"])}).values())
+    values = _values_of(group)
+    if type(group["lr"]) is not float or type(group["betas"]) is not tuple:
+        named = dict(zip(_NAMES, values, strict=True))
+        values = (named | {"lr": float(group["lr"]), "betas": tuple(group["betas"])}).values()
+    return _made(*values)
 
 
 @lru_cache(maxsize=256)

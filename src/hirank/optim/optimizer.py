@@ -18,6 +18,8 @@ from hirank.errors import HirankError
 from hirank.optim import costs, rules, sharded, small
 from hirank.optim.groups import groups_of, refuse, refuse_sparse, report_rank
 from hirank.optim.hyper import Hyper, fixed, hyper_of, read_options
+from hirank.optim.rules import Seen
+from hirank.optim.sharded import Norm
 from hirank.optim.state import stored_bytes
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         self._pending: list[Stepped] = []
         self._engine: StepInBackward | None = None
         self._moved = False
-        self._fixed: dict[Tensor, tuple[tuple[str, Any], ...]] = {}
+        self._built: dict[Tensor, Hyper] = {}  # the settings that a state was last held against
         super().__init__(groups_of(params, hyper), {**asdict(hyper), "skipped": 0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -86,7 +88,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         self._index = {p: i for i, p in enumerate(self._group)}
         self._pending = []
         self._moved = getattr(self, "_moved", False)
-        self._fixed = {}
+        self._built = {}
         self._engine = getattr(self, "_engine", None)  # a copy has none, a loaded one keeps its own
 
     # Steps.
@@ -100,6 +102,13 @@ class LowRankAdamW(torch.optim.Optimizer):
                 loss = closure()
         if self._engine is not None:
             self._engine.close()
+        with torch._C.DisableTorchFunctionSubclass():  # an Int8Weight is asked a dozen things
+            self._step_all()
+        self._notice_idleness()
+        self.settle()
+        return loss
+
+    def _step_all(self) -> None:
         together = []
         for group in self.param_groups:
             hyper = hyper_of(group)
@@ -112,9 +121,6 @@ class LowRankAdamW(torch.optim.Optimizer):
                 else:
                     self.step_parameter(p, p.grad, hyper)
         self.step_small(together)
-        self._notice_idleness()
-        self.settle()
-        return loss
 
     def _notice_idleness(self) -> None:
         """Say once that nothing was stepped: as a rule the model has other parameters by now."""
@@ -128,33 +134,37 @@ class LowRankAdamW(torch.optim.Optimizer):
             )
 
     def step_parameter(
-        self, p: Tensor, grad: Tensor, hyper: Hyper, *, reduced: Tensor | None = None
-    ) -> None:
-        """Step one parameter, from R if that is known; `settle` comes later."""
-        state = self.state_of(p)
+        self, p: Tensor, grad: Tensor | None, hyper: Hyper, *, seen: Seen | None = None
+    ) -> Norm:
+        """Step one parameter, from R if that is known (then without `grad`, unless the step needs
+        it); `settle` comes later. The norm of what it was stepped with."""
+        state = self.state_of(p, hyper)
         before = _counters(state)
-        if not rules.is_projected(p, hyper):
-            ok = rules.adamw_step(p, grad, state, hyper)
-        elif reduced is not None:
-            ok = rules.apply_reduced(p, reduced, grad, state, hyper)
+        if seen is not None:
+            outcome = rules.apply_reduced(p, seen, grad, state, hyper)
         else:
-            ok = rules.galore_adam_step(p, grad, state, hyper)
-        self._pending.append(Stepped(p, ok, before))
+            assert grad is not None, "without R a step needs the gradient"
+            projected = rules.is_projected(p, hyper)
+            step = rules.galore_adam_step if projected else rules.adamw_step
+            outcome = step(p, grad, state, hyper)
+        self._pending.append(Stepped(p, outcome.ok, before))
+        return outcome.norm
 
-    def step_small(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> int:
-        """Step small plain parameters by their gradients, together where they can be; in how many
-        steps that was done. `settle` comes later."""
+    def step_small(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Norm]:
+        """Step small plain parameters by their gradients, together where they can be; the norm of
+        each such step. `settle` comes later."""
         members = [(p, grad, self.state_of(p), self.hyper_of(p)) for p, grad in pairs]
-        made = small.batches(members)
-        for batch in made:
+        norms = []
+        for batch in small.batches(members):
             before = [_counters(state) for _, _, state, _ in batch]
-            oks = small.step_together(batch).unbind()
-            for (p, *_), ok, counters in zip(batch, oks, before, strict=True):
+            oks, norm = small.step_together(batch)
+            norms.append(norm)
+            for (p, *_), ok, counters in zip(batch, oks.unbind(), before, strict=True):
                 self._pending.append(Stepped(p, ok, counters))
-        return len(made)
+        return norms
 
-    def state_of(self, p: Tensor) -> dict[str, Any]:
-        """A parameter's state, with its number in it."""
+    def state_of(self, p: Tensor, hyper: Hyper | None = None) -> dict[str, Any]:
+        """A parameter's state, with its number in it. `hyper`: its settings, if they are known."""
         if p not in self._index:
             raise HirankError(
                 f"A parameter of shape {tuple(p.shape)} took another's place after the optimiser "
@@ -162,16 +172,15 @@ class LowRankAdamW(torch.optim.Optimizer):
             )
         state: dict[str, Any] = self.state[p]
         state.setdefault("index", self._index[p])
-        self._check_fixed(p, state)
+        hyper = hyper or self.hyper_of(p)
+        if self._built.get(p) is not hyper:
+            self._check_fixed(p, state, hyper)
         return state
 
-    def _check_fixed(self, p: Tensor, state: dict[str, Any]) -> None:
-        now = fixed(self.hyper_of(p))
-        then = self._fixed.setdefault(p, now)
-        if now is then or now == then:
-            return
-        if "age" not in state:  # nothing was built for the old ones
-            self._fixed[p] = now
+    def _check_fixed(self, p: Tensor, state: dict[str, Any], hyper: Hyper) -> None:
+        now, then = fixed(hyper), fixed(self._built.get(p, hyper))
+        if now == then or "age" not in state:  # or nothing was built for the old ones
+            self._built[p] = hyper
             return
         name, was, value = next(
             (n, a, b) for (n, a), (_, b) in zip(then, now, strict=True) if a != b
@@ -188,8 +197,10 @@ class LowRankAdamW(torch.optim.Optimizer):
     def settle(self) -> None:
         """Ask the device once which steps were skipped; put their counters back and say so."""
         pending, self._pending = self._pending, []
-        for device in {stepped.ok.device for stepped in pending}:
-            here = [stepped for stepped in pending if stepped.ok.device == device]
+        devices: dict[torch.device, list[Stepped]] = {}
+        for stepped in pending:
+            devices.setdefault(stepped.ok.device, []).append(stepped)
+        for here in devices.values():
             for stepped, ok in zip(here, torch.stack([s.ok for s in here]).tolist(), strict=True):
                 if not ok:
                     self._undo(stepped)

@@ -13,7 +13,8 @@ All modes are one product and one elementwise term, delta = A B + c G, so a weig
 written once, span by span: nothing of a weight's size is made in fp32.
 
 A step whose gradient is not finite changes nothing. That is decided on the device, by masks: the
-functions return a bool tensor instead of waiting for it; the host asks only where a basis is due.
+functions return an `Outcome` of tensors instead of waiting for it; the host asks only where a basis
+is due. One pass over what is stepped with tells both its norm and whether it is finite.
 
 Papers     GaLore arXiv 2403.03507 (Alg. 2, moments stored without bias correction, as Adam does);
            Fira 2410.01623; APOLLO 2412.05270; moments in a new basis as in LDAdam 2410.16103.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +37,15 @@ from hirank.optim import state as moments
 from hirank.optim.bases import Basis, Layout
 from hirank.optim.dice import MOMENTS, WEIGHTS, seed_of
 from hirank.optim.hyper import Hyper
+from hirank.optim.sharded import Norm
 from hirank.optim.state import FIRST, SECOND, SPAN, WIDE_SPAN
 
 __all__ = [
+    "Outcome",
+    "Seen",
     "adam_direction",
     "adamw_step",
     "apply_reduced",
-    "bounded",
     "finite",
     "galore_adam_step",
     "is_projected",
@@ -54,6 +57,23 @@ __all__ = [
 ]
 
 State = dict[str, Any]
+
+
+class Outcome(NamedTuple):
+    """Of a step, on the device: the host does not wait for it."""
+
+    ok: Tensor
+    """0-dim bool: the gradient was finite; if not, weight and state are as before."""
+    norm: Norm
+    """Of what was stepped with: of R where only that is needed, else of the gradient."""
+
+
+class Seen(NamedTuple):
+    """A gradient as its basis sees it."""
+
+    reduced: Tensor
+    basis: Basis | None = None
+    """Loaded for it; None if it is to be loaded again."""
 
 
 # Adam.
@@ -90,36 +110,35 @@ def _width(tensor: Tensor, *launched: bool) -> int:
     return WIDE_SPAN if launchable(plain) and all(launched) else SPAN
 
 
-def finite(grad: Tensor) -> Tensor:
-    """A bool on the device: no NaN, no infinity, and nothing whose squares add up to one: a second
-    moment would be infinite from then on. One pass, nothing of the gradient's size made."""
-    if grad.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=grad.device)
-    return bounded(torch.linalg.vector_norm(grad, math.inf), grad.numel())
+def finite(norm: Tensor) -> Tensor:
+    """Whether that is the norm of finite numbers whose squares add up to one: with others a second
+    moment would be infinite from then on. NaN is not."""
+    return norm < math.inf
 
 
-def bounded(peak: Tensor, n: int) -> Tensor:
-    """Whether `n` squares of numbers up to `peak` have a finite sum; NaN has none."""
-    wide = torch.promote_types(peak.dtype, torch.float32)
-    most: float = (torch.finfo(wide).max / max(1, n)) ** 0.5
-    return peak.to(wide) <= most
-
-
-def adamw_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tensor:
-    """One AdamW step of any tensor, in place. Returns whether the gradient was finite."""
+def adamw_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Outcome:
+    """One AdamW step of any tensor, in place."""
     mine, flat = sharded.local(p), sharded.local(grad).reshape(-1)
     start(state, mine.shape, mine, hyper)
-    ok = sharded.everywhere(finite(flat), p)
+    norm = sharded.norm(grad)
+    ok = sharded.everywhere(finite(norm.value), p)
     wide = torch.promote_types(p.dtype, torch.float32)
     draw, round_w = seeds(p, state, hyper)
     state["step"], state["age"] = state["step"] + 1, state["age"] + 1
-    keep = kept(ok, hyper, wide)
-    with _contiguous(mine) as target:
-        width = _width(mine, moments.in_codes(state), round_w is not None)
-        for span in moments.spans(mine.numel(), width):
-            direction = adam_direction(flat[span], state, hyper, span, ok, draw)
-            weights.move(target, span, direction.to(wide), hyper.lr, keep, round_w)
-    return ok
+    keep, target = kept(ok, hyper, wide), _contiguous(mine)
+    width = _width(mine, moments.in_codes(state), round_w is not None)
+    for span in moments.spans(mine.numel(), width):
+        # Not kept by a name: the direction of one span is gone before that of the next is made.
+        weights.move(
+            target,
+            span,
+            adam_direction(flat[span], state, hyper, span, ok, draw).to(wide),
+            hyper.lr,
+            keep,
+            round_w,
+        )
+    _back(mine, target)
+    return Outcome(ok, norm)
 
 
 # GaLore.
@@ -135,7 +154,7 @@ def needs_dense(hyper: Hyper) -> bool:
     return hyper.residual != "none" or hyper.scale_by != "element"
 
 
-def galore_adam_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tensor:
+def galore_adam_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Outcome:
     """One step of a parameter [m, ...] seen as a matrix [m, n], in place.
 
     Args:
@@ -143,37 +162,38 @@ def galore_adam_step(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Ten
         grad: as large as p.
         state: {} before the first step; afterwards tensors and numbers only.
         hyper: the settings; `rank` is set.
-
-    Returns:
-        A bool tensor: whether the gradient was finite. If not, p and state are as before.
     """
-    reduced = reduce_gradient(p, grad, state, hyper)
-    if reduced is None:
-        return torch.zeros((), dtype=torch.bool, device=p.device)
-    return apply_reduced(p, reduced, grad, state, hyper)
+    seen = reduce_gradient(p, grad, state, hyper)
+    if seen is None:
+        norm = sharded.norm(grad)
+        return Outcome(torch.zeros((), dtype=torch.bool, device=p.device), norm)
+    return apply_reduced(p, seen, grad, state, hyper)
 
 
-def reduce_gradient(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Tensor | None:
+def reduce_gradient(p: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Seen | None:
     """R of the gradient, after a refresh of the basis if one is due.
 
     None if a refresh is due and the gradient is not finite: then the state is untouched.
     """
-    where = _layout(p, hyper)
+    where = _layout(p.shape, hyper)
     if bases.due(state):
         matrix = sharded.whole(grad).reshape(where.m, where.n)
-        peak = torch.linalg.vector_norm(matrix, math.inf)
-        if not bounded(peak, matrix.numel()):
+        size = float(sharded.norm(matrix).value)
+        if not size < math.inf:
             return None
         start(state, where.reduced, p, hyper)
-        if peak > 0 or not state["refreshes"]:  # a gradient of zeros says nothing of a basis
+        # A gradient of zeros, or of what squares to them, says nothing of a basis.
+        if not state["refreshes"] or size > 0 or bool(matrix.any()):
             carry.refresh(state, matrix, where, hyper)
-    return sharded.project(bases.load(state, where, hyper, grad), grad, where)
+    basis = bases.load(state, where, hyper, grad)
+    return Seen(sharded.project(basis, grad, where), basis)
 
 
-def _layout(p: Tensor, hyper: Hyper) -> Layout:
-    shape = bases.matrix_shape(p.shape)
-    assert shape is not None, "only a matrix with two usable sides is projected"
-    return bases.layout(shape, hyper)
+@lru_cache(maxsize=256)
+def _layout(shape: torch.Size, hyper: Hyper) -> Layout:
+    matrix = bases.matrix_shape(shape)
+    assert matrix is not None, "only a matrix with two usable sides is projected"
+    return bases.layout(matrix, hyper)
 
 
 def start(state: State, shape: tuple[int, ...], like: Tensor, hyper: Hyper) -> None:
@@ -206,22 +226,25 @@ def kept(ok: Tensor, hyper: Hyper, wide: torch.dtype) -> Tensor | None:
 
 
 def apply_reduced(
-    p: Tensor, reduced: Tensor, grad: Tensor | None, state: State, hyper: Hyper
-) -> Tensor:
+    p: Tensor, seen: Seen, grad: Tensor | None, state: State, hyper: Hyper
+) -> Outcome:
     """The rest of a step, from R. `grad` may be None unless `needs_dense(hyper)`."""
-    where, ok = _layout(p, hyper), finite(reduced)
-    dense = None
+    where, norm = _layout(p.shape, hyper), sharded.norm(seen.reduced)
+    ok, dense = finite(norm.value), None
     if grad is not None and needs_dense(hyper):
         dense = sharded.whole(grad).reshape(where.m, where.n)
-        ok = ok & finite(dense)
-    basis = bases.load(state, where, hyper, p)
+        norm = sharded.norm(dense)
+        ok = ok & finite(norm.value)
+    basis = seen.basis or bases.load(state, where, hyper, p)
     draw, round_w = seeds(p, state, hyper)
     state["step"], state["age"] = state["step"] + 1, state["age"] + 1
-    direction = _direction(reduced, state, hyper, ok, draw, _narrow(p, dense, hyper))
-    change = _change(reduced, direction, dense, basis, state, hyper, ok)
-    with _contiguous(sharded.local(p)) as target:
-        _apply(target, sharded.rows(p), where.n, change, hyper, ok, round_w)
-    return ok
+    direction = _direction(seen.reduced, state, hyper, ok, draw, _narrow(p, dense, hyper))
+    change = _change(seen.reduced, direction, dense, basis, state, hyper, ok)
+    mine = sharded.local(p)
+    target = _contiguous(mine)
+    _apply(target, sharded.rows(p), where.n, change, hyper, ok, round_w)
+    _back(mine, target)
+    return Outcome(ok, norm)
 
 
 def _narrow(p: Tensor, dense: Tensor | None, hyper: Hyper) -> torch.dtype:
@@ -233,10 +256,11 @@ def _narrow(p: Tensor, dense: Tensor | None, hyper: Hyper) -> torch.dtype:
 def _direction(
     reduced: Tensor, state: State, hyper: Hyper, ok: Tensor, seed: int, dtype: torch.dtype
 ) -> Tensor:
-    flat = reduced.reshape(-1)
-    spans = list(moments.spans(flat.numel(), _width(flat, moments.in_codes(state))))
-    if len(spans) == 1:
-        return adam_direction(flat, state, hyper, spans[0], ok, seed, dtype).view(reduced.shape)
+    n, width = reduced.numel(), _width(reduced, moments.in_codes(state))
+    if n <= width:
+        whole = adam_direction(reduced.reshape(-1), state, hyper, slice(0, n), ok, seed, dtype)
+        return whole.view(reduced.shape)
+    flat, spans = reduced.reshape(-1), list(moments.spans(n, width))
     out = torch.empty_like(reduced, dtype=reduced.dtype if dtype == torch.float32 else dtype)
     for span in spans:
         out.view(-1)[span] = adam_direction(flat[span], state, hyper, span, ok, seed, dtype)
@@ -360,16 +384,14 @@ def _delta(change: _Change, rows: slice, dtype: torch.dtype) -> Tensor:
     return dense if whole is None else whole.add_(dense)
 
 
-@contextmanager
-def _contiguous(p: Tensor) -> Iterator[Tensor]:
-    """p without its graph; a contiguous stand-in copied back if its strides are others."""
-    plain = p.detach()
-    if isinstance(p, weights.Int8Weight) or plain.is_contiguous():
-        yield plain
-        return
-    stand_in = plain.contiguous()
-    yield stand_in
-    plain.copy_(stand_in)
+def _contiguous(p: Tensor) -> Tensor:
+    """p without its graph, or a stand-in if its strides are others; `_back` puts that back."""
+    return p if isinstance(p, weights.Int8Weight) else p.detach().contiguous()
+
+
+def _back(p: Tensor, target: Tensor) -> None:
+    if not isinstance(p, weights.Int8Weight) and not p.is_contiguous():
+        p.detach().copy_(target)
 
 
 # Bytes.

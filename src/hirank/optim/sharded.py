@@ -10,15 +10,23 @@ For an ordinary tensor every function here is the identity.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hirank.errors import HirankError
 from hirank.optim.bases import Basis, Layout
 
-__all__ = ["everywhere", "is_sharded", "local", "project", "rows", "spread", "total"]
-__all__ += ["total_over", "whole"]
+__all__ = ["Norm", "everywhere", "is_sharded", "local", "norm", "project", "rows", "spread"]
+__all__ += ["total", "total_over", "whole"]
+
+
+class Norm(NamedTuple):
+    """Of what is in this process, 0-dim and in fp32 at least, and how the rest is spread."""
+
+    value: Tensor
+    spread: Any
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -56,6 +64,13 @@ def rows(p: Any) -> slice:
             "axis, as fully_shard does by default."
         )
     return slice(offset[0], offset[0] + shape[0])
+
+
+def norm(tensor: Any) -> Norm:
+    """Of a gradient or of R; one pass, nothing of its size is made."""
+    mine = local(tensor)
+    wide = torch.promote_types(mine.dtype, torch.float32)
+    return Norm(torch.linalg.vector_norm(mine, dtype=wide), spread(tensor))
 
 
 def total(part: Tensor, p: Any) -> Tensor:

@@ -7,7 +7,6 @@ state stays one entry a parameter, so files do not depend on who was stepped wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,8 @@ from torch import Tensor
 
 from hirank.optim import rules, sharded, weights
 from hirank.optim.hyper import Hyper
+from hirank.optim.rules import Outcome
+from hirank.optim.sharded import Norm
 from hirank.optim.state import FIRST, SECOND, SMALL
 
 __all__ = ["batches", "is_small", "step_together"]
@@ -43,11 +44,12 @@ def batches(
     return list(found.values())
 
 
-def step_together(members: list[tuple[Tensor, Tensor, State, Hyper]]) -> Tensor:
+def step_together(members: list[tuple[Tensor, Tensor, State, Hyper]]) -> Outcome:
     """One AdamW step of each member of a batch, in place.
 
     Returns:
-        A bool [len(members)]: whose gradient was finite. The others are as before.
+        `ok` is a bool [len(members)]: whose gradient was finite. The others are as before. The norm
+        is that of all gradients.
     """
     params, grads, states, hypers = zip(*members, strict=True)
     hyper: Hyper = hypers[0]
@@ -55,7 +57,8 @@ def step_together(members: list[tuple[Tensor, Tensor, State, Hyper]]) -> Tensor:
     flats = [sharded.local(grad).reshape(-1) for grad in grads]
     for part, state in zip(parts, states, strict=True):
         rules.start(state, part.shape, part, hyper)
-    ok = sharded.everywhere(_finite(flats), params[0])
+    norms = _norms(flats)
+    ok = sharded.everywhere(rules.finite(norms), params[0])
     each = torch.cat([one.expand(len(f)) for one, f in zip(ok.unbind(), flats, strict=True)])
     kept = {name: torch.cat([s[name].view(-1) for s in states]) for name in (FIRST, SECOND)}
     target = torch.cat([part.reshape(-1) for part in parts])
@@ -63,7 +66,7 @@ def step_together(members: list[tuple[Tensor, Tensor, State, Hyper]]) -> Tensor:
     _put_back(parts, target)
     for name, values in kept.items():
         _put_back([state[name] for state in states], values)
-    return ok
+    return Outcome(ok, Norm(torch.linalg.vector_norm(norms), sharded.spread(params[0])))
 
 
 def _step(
@@ -85,13 +88,10 @@ def _step(
     weights.move(target, span, direction, hyper.lr, rules.kept(ok, hyper, wide), round_w)
 
 
-def _finite(flats: list[Tensor]) -> Tensor:
-    """[k] bool; a tensor without numbers (a shard may be one) is finite."""
-    full = [flat for flat in flats if flat.numel()]
-    peaks = iter(torch._foreach_norm(full, math.inf) if full else [])
-    zero = flats[0].new_zeros(())
-    whole = torch.stack([next(peaks) if flat.numel() else zero for flat in flats])
-    return rules.bounded(whole, SMALL)
+def _norms(flats: list[Tensor]) -> Tensor:
+    """[k], in fp32 at least; of a tensor without numbers (a shard may be one) 0."""
+    wide = torch.promote_types(flats[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(flats, 2, dtype=wide))
 
 
 def _put_back(parts: list[Tensor], flat: Tensor) -> None:

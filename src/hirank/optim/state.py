@@ -48,6 +48,8 @@ __all__ = [
 State = dict[str, Any]
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
+_CODES = tuple(f"{name}_{part}" for name in (FIRST, SECOND) for part in ("codes", "absmax"))
+_ERROR = f"{FIRST}_error_codes"
 SPAN, WIDE_SPAN = 2**22, 2**24
 """Numbers worked on at a time, with a dozen copies in fp32; and with one, where kernels run."""
 
@@ -105,20 +107,18 @@ def _power(name: str) -> int:
 
 def in_codes(state: State) -> bool:
     """Whether both moments are kept in int8 without feedback: what one launch moves."""
-    return f"{FIRST}_codes" in state and f"{FIRST}_error_codes" not in state
+    return _CODES[0] in state and _ERROR not in state
 
 
 def codes_of(state: State, span: slice) -> Moments | None:
     """Both moments of a span if they are kept so."""
     if not in_codes(state):
         return None
-    return Moments(
-        *(
-            state[f"{name}_{key}"][part]
-            for name in (FIRST, SECOND)
-            for key, part in (("codes", span), ("absmax", _blocks(span)))
-        )
-    )
+    first, first_max, second, second_max = (state[key] for key in _CODES)
+    if span.stop - span.start == first.numel():
+        return Moments(first, first_max, second, second_max)
+    each = _blocks(span)
+    return Moments(first[span], first_max[each], second[span], second_max[each])
 
 
 def write(state: State, name: str, span: slice, value: Tensor, ok: Tensor, seed: int) -> None:

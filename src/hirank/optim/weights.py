@@ -33,6 +33,9 @@ __all__ = [
 ]
 
 
+_LINEAR = nn.functional.linear
+
+
 class Int8Weight(Tensor):
     """A weight in int8 blocks; see the module's text.
 
@@ -73,6 +76,8 @@ class Int8Weight(Tensor):
 
     def blocks(self, span: slice) -> Blocks:
         """Codes and blocks of a span that starts and ends with a block (or with the end)."""
+        if span.stop - span.start == self.codes.numel():
+            return Blocks(self.codes, self.scale, self.low)
         each = slice(span.start // BLOCK, -(-span.stop // BLOCK))
         return Blocks(self.codes[span], self.scale[each], self.low[each])
 
@@ -98,11 +103,9 @@ class Int8Weight(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """A linear keeps codes for its backward pass instead of widened weights."""
-        kwargs = kwargs or {}
-        if func is nn.functional.linear:
-            return _linear(*args, **kwargs)
+        # In there, a weight's shape and dtype are asked for in C, not by way of this function.
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            return (_linear if func is _LINEAR else func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -183,17 +186,18 @@ class _Int8Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Int8Weight) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
-        return x @ weight.widened(dtype=x.dtype).T
+        return _LINEAR(x, weight.widened(dtype=x.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         (x,), weight = ctx.saved_tensors, ctx.weight
         dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = dy @ weight.widened(dtype=dy.dtype)
-        if ctx.needs_input_grad[1]:
-            dw = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-            dw = dw.to(weight.dtype)
+        with torch._C.DisableTorchFunctionSubclass():
+            if ctx.needs_input_grad[0]:
+                dx = dy @ weight.widened(dtype=dy.dtype)
+            if ctx.needs_input_grad[1]:
+                dw = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+                dw = dw.to(weight.dtype)
         return dx, dw
 
 
