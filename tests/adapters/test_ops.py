@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import hirank
+from hirank.adapters.traced_handles import handle_for
 from hirank.kernels._triton import interpreting
 
 for found in pkgutil.walk_packages(hirank.__path__, "hirank."):
@@ -34,21 +35,24 @@ def weights(dora: bool, bias: bool, grad: bool = True):
     )  # fmt: skip
 
 
-def linear(dora: bool, bias: bool, training: bool, shape=(2, M)):
+LIVE = torch.tensor(1.5, dtype=torch.float64)  # a scale that is no constant
+
+
+def linear(dora: bool, bias: bool, training: bool, shape=(2, M), live=None):
     x = rows(*shape, K, grad=training)
-    return (x, *weights(dora, bias, grad=training), 1.5, training, "auto")
+    return (x, *weights(dora, bias, grad=training), live, 1.5, "auto", training)
 
 
-def linear_backward(dora: bool, bias: bool, needs=(True,) * 5):
+def linear_backward(dora: bool, bias: bool, needs=(True,) * 5, live=None):
     needs = (*needs[:3], needs[3] and dora, needs[4] and bias)
     dy, x, h = rows(M, N, grad=False), rows(M, K, grad=False), rows(M, R, grad=False)
     y = rows(M, N, grad=False) if needs[3] else None
-    return (dy, x, h, y, *weights(dora, bias, grad=False), 1.5, list(needs), "auto")
+    return (dy, h, y, x, *weights(dora, bias, grad=False), live, 1.5, "auto", list(needs))
 
 
-def norm(dtype=torch.float32):
+def norm(dtype=torch.float32, live=None):
     W, A, B, *_ = weights(True, False)
-    return (W, A, B, 1.5, dtype)
+    return (W, A, B, live, 1.5, dtype)
 
 
 def gain_forward(bias: Tensor | None):
@@ -96,13 +100,23 @@ def grouped(groups: int):
     return (weight, *factors, 1.5, groups)
 
 
+class Scaled:
+    """A layer, as far as its scale goes."""
+
+    scaling = {"default": 1.5}
+
+
+SCALED = Scaled()
 CASES = {
     "adapted_linear": [linear(d, b, t) for d in (True, False) for b in (True, False)
-                       for t in (True, False)] + [linear(True, True, True, ())],
+                       for t in (True, False)]
+    + [linear(True, True, True, ()), linear(True, True, True, live=LIVE)],
     "adapted_linear_backward": [linear_backward(d, b) for d in (True, False)
                                 for b in (True, False)]
-    + [linear_backward(True, True, (False, True, False, True, False))],
-    "adapter_norm": [norm(), norm(torch.bfloat16)],
+    + [linear_backward(True, True, (False, True, False, True, False)),
+       linear_backward(True, True, live=LIVE)],
+    "adapter_norm": [norm(), norm(torch.bfloat16), norm(live=LIVE)],
+    "adapter_scale": [(handle_for(SCALED), "default")],
     "gain_forward_": [gain_forward(None), gain_forward(rows(N, grad=False))],
     "gain_backward": [gain_backward(True, True), gain_backward(False, True),
                       gain_backward(False, False)],

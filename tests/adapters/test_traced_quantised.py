@@ -86,7 +86,7 @@ def test_opcheck(training):
     layer, x = layer_of(qdora()), inputs(5, K)
     parts = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
     parts += (layer.lora_magnitude_vector["default"].weight, layer.base_layer.bias)
-    given = (layer._hirank_handle, x, *parts, 2.0, training, "auto")
+    given = (x, layer._hirank_handle, *parts, None, 2.0, "auto", training)
     utils = ("test_schema", "test_faketensor", *(["test_aot_dispatch_static"] if training else []))
     torch.library.opcheck(torch.ops.hirank.adapted_quantised.default, given, test_utils=utils)
 

@@ -21,6 +21,7 @@ from hirank.adapters.peft.options import Options, options
 from hirank.adapters.peft.quantised import QuantisedLayer, convert_quantised, restore_quantised
 from hirank.adapters.peft.quantised_route import quantised_present
 from hirank.adapters.peft.route import adapter_obstacle, foreign_base
+from hirank.adapters.traced_handles import handle_for
 from hirank.errors import HirankError
 
 __all__ = ["accelerate", "convert", "lora_layers", "restore", "unmatched_keys"]
@@ -98,6 +99,7 @@ def convert(
     if known:
         layer.__class__ = CONVERTED[type(layer)]
         layer._hirank_norms, layer._hirank_base, layer._hirank_family = {}, None, family
+        layer._hirank_handle = handle_for(layer)
     elif not isinstance(layer, Converted):
         return
     if known or again:

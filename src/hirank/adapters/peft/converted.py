@@ -30,10 +30,12 @@ from hirank.adapters.peft.operands import (
 from hirank.adapters.peft.options import Options
 from hirank.adapters.peft.route import Known, adapter_obstacle, base_obstacle, route
 from hirank.adapters.traced import TracedNorms
+from hirank.adapters.traced_handles import handle_for
 from hirank.adapters.viewed_norms import ViewedNormCache, as_they_lie
 from hirank.kernels.grouped_norm import grouped_norm
 
 __all__ = ["Converted", "adapters_of", "fresh_norm", "norms_of", "one_of", "way_of"]
+__all__ += ["traced_adapter"]
 
 
 class Converted(
@@ -46,9 +48,11 @@ class Converted(
     _hirank_family: Family  # the norms of all layers of its model
     _hirank_base: Tensor | None  # the base weight while adapters are merged into it
     _hirank_options: Options
+    _hirank_handle: Tensor  # by which compiled code finds it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._hirank_handle = handle_for(self)  # a copy's own
         for name in list(self._hirank_norms):
             norms_of(self, name)  # a copy's own
 
@@ -153,7 +157,12 @@ def way_of(layer: Any) -> tuple[Any, list[Adapter], str] | None:
     return None if known.tier == "peft" else (known.base, known.adapters, known.backend)
 
 
-def _adapter(layer: Any, name: str, traced: bool) -> Adapter:
+def traced_adapter(layer: Any, name: str, scaled: bool) -> Adapter:
+    """One adapter for a compiler; not `scaled`: with a scale of 1, and no look at its own."""
+    return _adapter(layer, name, True, scaled)
+
+
+def _adapter(layer: Any, name: str, traced: bool, scaled: bool = True) -> Adapter:
     dora = name in layer.lora_variant
     magnitude = layer.lora_magnitude_vector[name].weight if dora else None  # no view: it is kept
     if not traced and magnitude is not None:
@@ -164,7 +173,7 @@ def _adapter(layer: Any, name: str, traced: bool) -> Adapter:
     return Adapter(
         *factors(layer, name),
         magnitude,
-        layer.scaling[name],
+        layer.scaling[name] if scaled else 1.0,
         dropout_of(layer, name),
         norms,
         layer._hirank_options.single_gemm,
