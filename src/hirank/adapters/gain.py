@@ -32,6 +32,7 @@ from torch import Tensor
 from hirank.adapters.capture import capturing
 from hirank.adapters.groups import Family, Member, Source, version
 from hirank.kernels._apart import apart
+from hirank.kernels._operands import Cast
 from hirank.kernels.dora_norm import dora_norm, row_norm, row_square_sum
 from hirank.kernels.norm_replay import ReplayableNormTable
 
@@ -151,14 +152,25 @@ class NormCache:
 
         On the meta device nothing is computed: the result is an empty meta tensor.
         """
+        return self.at_hand(weight, lora_A, lora_B, scale, dtype)[0]
+
+    def at_hand(
+        self,
+        weight: Tensor,
+        lora_A: Tensor,
+        lora_B: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Cast | None]:
+        """The norm as by `norm`, and A and B as cast to `dtype` where they are kept beside it."""
         member = self.members.get(dtype)
         if member is not None and member.serves(weight, lora_A, lora_B, scale):
-            return member.norm
+            return member.norm, member.cast
         training = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
-            return self._checked_norm(weight, lora_A, lora_B, scale, dtype, training)
+            return self._checked(weight, lora_A, lora_B, scale, dtype, training)
 
-    def _checked_norm(
+    def _checked(
         self,
         weight: Tensor,
         lora_A: Tensor,
@@ -166,23 +178,26 @@ class NormCache:
         scale: float,
         dtype: torch.dtype,
         training: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Cast | None]:
         if weight.is_meta or lora_A.is_meta:
-            return torch.empty(weight.shape[0], device="meta")
+            return torch.empty(weight.shape[0], device="meta"), None
         group = None
         if self.source() is not None:
             group = self.family.group(weight, lora_A, lora_B, dtype)
         if weight.is_cuda and capturing():
             found = None if group is None else group.record(self)
-            return _in_capture(weight, lora_A, lora_B, scale, dtype) if found is None else found
+            if found is None:
+                found = _in_capture(weight, lora_A, lora_B, scale, dtype)
+            return found, None  # a graph casts for itself
         if group is not None:
             return group.norm(self, weight, lora_A, lora_B, scale, training)
         kept = self._kept_value(weight, lora_A, lora_B, scale, dtype)
         if kept is not None:
-            return kept.norm
-        return apart(
+            return kept.norm, None
+        found = apart(
             weight.device, lambda: self._norm_by_value(weight, lora_A, lora_B, scale, dtype)
         )
+        return found, None
 
     def _kept_value(
         self,

@@ -54,7 +54,7 @@ class GroupedNormCache(ViewedNormCache):
         self._kept.clear()
         super().clear()
 
-    def _checked_norm(
+    def _checked(
         self,
         weight: Tensor,
         lora_A: Tensor,
@@ -62,12 +62,12 @@ class GroupedNormCache(ViewedNormCache):
         scale: float,
         dtype: torch.dtype,
         training: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, None]:
         if weight.is_meta or lora_A.is_meta:
-            return torch.empty(weight.shape[0], device="meta")
+            return torch.empty(weight.shape[0], device="meta"), None
         if weight.is_cuda and capturing():  # a graph cannot compare, so it computes each time
             A, B = lora_A.to(dtype), lora_B.to(dtype)
-            return grouped_norm(weight, A, B, scale=scale, groups=self.groups, look=False)
+            return grouped_norm(weight, A, B, scale=scale, groups=self.groups, look=False), None
         kept = self._kept.get(dtype)
         tensors = (weight, lora_A, lora_B)
         mark = (scale, *[(t.shape, t.dtype, t.device) for t in tensors])
@@ -76,7 +76,7 @@ class GroupedNormCache(ViewedNormCache):
             norm = GroupedNorms(self.groups).norm(*tensors, scale, dtype)
             kept = self._kept[dtype] = _Kept(norm, mark, prints)
             self.counted += 1
-        return kept.norm
+        return kept.norm, None
 
 
 def _new(groups: int) -> GroupedNormCache:

@@ -17,7 +17,7 @@ two ways to mean that with DoRA, and both have the output without dropout as the
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +63,12 @@ def owned_forward(
     The hot path: the adapter is known to fit the weight, so that only x is looked at.
     """
     dtype = compute_dtype(x, weight)
-    A, B, magnitude, scale, _, norms, *_ = adapter
-    norm = None if norms is None else norms.norm(weight, A, B, scale, dtype)
+    A, B, magnitude, scale = adapter[:4]
+    norms: Any = adapter.norms  # a `NormCache`: this way is for layers as they are, not for a trace
+    norm, cast = (None, None) if norms is None else norms.at_hand(weight, A, B, scale, dtype)
     if x.dtype != dtype or weight.dtype != dtype or x.shape[-1] != weight.shape[1]:
         x, weight = fitted(x, weight, A, B)
-    return owned_linear(x, weight, A, B, magnitude, norm, bias, scale, backend)
+    return owned_linear(x, weight, A, B, magnitude, norm, bias, scale, backend, cast)
 
 
 def composed_forward(

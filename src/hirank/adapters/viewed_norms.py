@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hirank.adapters.gain import NormCache
+from hirank.kernels._operands import Cast
 from hirank.kernels.dora_norm import row_norm
 
 __all__ = ["ViewedNormCache", "as_they_lie"]
@@ -78,12 +79,17 @@ class ViewedNormCache(NormCache):
         self._small.clear()
         super().clear()
 
-    def norm(
+    def at_hand(
+        self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Cast | None]:
+        """As `NormCache.at_hand`."""
+        if weight.is_cpu and _is_small(weight, lora_A, lora_B, dtype):
+            return self._small_norm(weight, lora_A, lora_B, scale, dtype), None
+        return super().at_hand(weight, lora_A, lora_B, scale, dtype)
+
+    def _small_norm(
         self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
     ) -> Tensor:
-        """As `NormCache.norm`."""
-        if not (weight.is_cpu and _is_small(weight, lora_A, lora_B, dtype)):
-            return super().norm(weight, lora_A, lora_B, scale, dtype)
         kept = self._small.get(dtype)
         with torch.no_grad():
             if kept is not None and torch.equal(_look(weight, lora_A, lora_B, scale), kept.look):

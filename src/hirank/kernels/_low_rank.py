@@ -1,8 +1,8 @@
 """The products of an adapted linear with its small factors: h = s x A^T forward, tB = s t B back.
 
-In bf16, adapters in fp32 are cast at every call; a scale that is a power of two then rides on the
-cast, where it rounds nothing, and the product is the plainest one, which costs the host least.
-Any other scale is a factor of the GEMM.
+Where the caller has A and B in bf16 already (a `Cast` that it keeps), the scale is a factor of the
+GEMM. Where not, adapters in fp32 are cast at every call; a scale that is a power of two then rides
+on the cast, where it rounds nothing.
 
 In fp16 a large s could make h overflow: a power of two of it goes on B instead.
 """
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from hirank.kernels._operands import brief_cast, castable, operands
+from hirank.kernels._operands import Cast, brief_cast, castable, operands
 
 __all__ = ["back_of", "hidden_of", "low_rank", "moved"]
 
@@ -36,27 +36,31 @@ def low_rank(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Ten
     return h, B if power == 1 else B * power
 
 
-def hidden_of(x: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def hidden_of(
+    x: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, cast: Cast | None = None
+) -> tuple[Tensor, Tensor]:
     """As `low_rank`, for A and B as they lie; B is good until the next call of this thread."""
+    if cast is not None:
+        return _scaled_product(x, cast.A_t, scale), cast.B
     if not _brief(x, lora_A, lora_B):
         return low_rank(x, *operands(lora_A, lora_B, x.dtype), scale)
     factor = float(scale) if _rides(scale) else 1.0  # one kernel serves 2 and 2.0
     cast = brief_cast(lora_A, lora_B, x.dtype, factor, 1.0)
-    if factor == scale:
-        return torch.mm(x, cast.A_t), cast.B
-    return _scaled_product(x, cast.A_t, scale), cast.B
+    return _scaled_product(x, cast.A_t, scale / factor), cast.B
 
 
-def back_of(t: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def back_of(
+    t: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, cast: Cast | None = None
+) -> tuple[Tensor, Tensor]:
     """tB = s t B [M, R], and A; A is good until the next call of this thread."""
+    if cast is not None:
+        return _scaled_product(t, cast.B, scale), cast.A
     if not _brief(t, lora_A, lora_B):
         A, B = operands(lora_A, lora_B, t.dtype)
         return _scaled_product(t, B, scale), A
     factor = float(scale) if _rides(scale) else 1.0  # one kernel serves 2 and 2.0
     cast = brief_cast(lora_A, lora_B, t.dtype, 1.0, factor)
-    if factor == scale:
-        return torch.mm(t, cast.B), cast.A
-    return _scaled_product(t, cast.B, scale), cast.A
+    return _scaled_product(t, cast.B, scale / factor), cast.A
 
 
 def _brief(x: Tensor, lora_A: Tensor, lora_B: Tensor) -> bool:
@@ -75,5 +79,7 @@ def _rides(scale: float) -> bool:
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """scale * a @ b, scaled inside the GEMM and rounded once."""
+    if scale == 1:
+        return torch.mm(a, b)
     out = a.new_empty(a.shape[0], b.shape[1])
     return out.addmm_(a, b, beta=0, alpha=scale)

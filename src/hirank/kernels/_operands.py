@@ -1,8 +1,8 @@
 """A and B as the products take them: cast to the compute dtype, both in one launch.
 
 Two casts by PyTorch are two launches; at three calls a layer and step (forward, recomputation,
-backward) that is host time worth saving. Keeping the casts instead would cost as much memory as
-half the adapters.
+backward) that is host time worth saving. To keep all casts would cost as much memory as half the
+adapters: `adapters/kept_casts` keeps as many as that is cheap for, and these are never made here.
 """
 
 from __future__ import annotations
@@ -70,18 +70,24 @@ def operands(lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 
 class Cast(NamedTuple):
-    """Where A and B lie in the compute dtype, and the launch that fills them."""
+    """A and B in the compute dtype."""
 
     A: Tensor  # [R, K]
     A_t: Tensor  # [K, R], a view
     B: Tensor  # [N, R]
+
+
+class _Place(NamedTuple):
+    """Where a cast lies, and the launch that fills it."""
+
+    cast: Cast
     grid: tuple[int, int, int]
     counts: tuple[int, int, int]
 
 
 class _Kept(threading.local):
     def __init__(self) -> None:
-        self.casts: dict[Any, Cast] = {}
+        self.places: dict[Any, _Place] = {}
 
 
 _KEPT = _Kept()
@@ -100,16 +106,16 @@ def brief_cast(
     device = lora_A.get_device()
     stream = torch._C._cuda_getCurrentRawStream(device)
     key = lora_A.shape, lora_B.shape, dtype, device, stream
-    cast = _KEPT.casts.get(key)
-    if cast is None or (stream and torch.cuda.is_current_stream_capturing()):
-        cast = _new_place(key)
-    _fill(cast, lora_A, lora_B, a_factor, b_factor)
-    return cast
+    place = _KEPT.places.get(key)
+    if place is None or (stream and torch.cuda.is_current_stream_capturing()):
+        place = _new_place(key)
+    _fill(place, lora_A, lora_B, a_factor, b_factor)
+    return place.cast
 
 
-def _new_place(key: tuple[Any, ...]) -> Cast:
+def _new_place(key: tuple[Any, ...]) -> _Place:
     a_shape, b_shape, dtype, device, stream = key
-    if (stream and torch.cuda.is_current_stream_capturing()) or len(_KEPT.casts) >= _MOST:
+    if (stream and torch.cuda.is_current_stream_capturing()) or len(_KEPT.places) >= _MOST:
         # a graph is played when nobody knows: what it writes is its own
         a, b = (torch.empty(s, dtype=dtype, device=f"cuda:{device}") for s in (a_shape, b_shape))
         return _laid_out(a, b)
@@ -118,18 +124,19 @@ def _new_place(key: tuple[Any, ...]) -> Cast:
             lasting_bytes(s.numel() * dtype.itemsize, device).view(dtype).view(s)
             for s in (a_shape, b_shape)
         )
-        found = _KEPT.casts[key] = _laid_out(a, b)
+        found = _KEPT.places[key] = _laid_out(a, b)
     return found
 
 
-def _laid_out(A: Tensor, B: Tensor) -> Cast:
+def _laid_out(A: Tensor, B: Tensor) -> _Place:
     a, b = A.numel(), B.numel()
     a_blocks = -(-a // _BLOCK)
-    return Cast(A, A.t(), B, (a_blocks - (-b // _BLOCK), 1, 1), (a, b, a_blocks))
+    return _Place(Cast(A, A.t(), B), (a_blocks - (-b // _BLOCK), 1, 1), (a, b, a_blocks))
 
 
-def _fill(cast: Cast, lora_A: Tensor, lora_B: Tensor, a_factor: float, b_factor: float) -> None:
+def _fill(place: _Place, lora_A: Tensor, lora_B: Tensor, a_factor: float, b_factor: float) -> None:
+    cast, grid, counts = place
     _cast(
-        cast.grid, (cast.A, cast.B, lora_A, lora_B), (*cast.counts, a_factor, b_factor),
+        grid, (cast.A, cast.B, lora_A, lora_B), (*counts, a_factor, b_factor),
         (_BLOCK,), num_warps=8,
     )  # fmt: skip

@@ -36,6 +36,7 @@ from torch.nn import functional as F
 
 from hirank.kernels._backend import REFERENCE, GainPass, gain_pass_for
 from hirank.kernels._low_rank import back_of, hidden_of, low_rank, moved
+from hirank.kernels._operands import Cast
 from hirank.kernels._products import product
 from hirank.kernels.dora_decode import decodes, dora_decode
 from hirank.kernels.dora_norm import dora_gain
@@ -67,10 +68,14 @@ def dora_linear_fwd_ref(
     bias: Tensor | None,
     scale: float,
     gain_pass: GainPass = REFERENCE,
+    cast: Cast | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y [..., N] and h = s x A^T [M, R]. Without magnitude: plain LoRA."""
+    """y [..., N] and h = s x A^T [M, R]. Without magnitude: plain LoRA.
+
+    `cast`: A and B in the dtype of x, where the caller has them.
+    """
     rows = _rows(x)
-    h, B = hidden_of(rows, lora_A, lora_B, scale)
+    h, B = hidden_of(rows, lora_A, lora_B, scale, cast)
     tile = gain_pass.tile(rows, weight, B, by_column=True)
     if tile is not None:
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
@@ -121,6 +126,7 @@ def dora_linear_bwd_ref(
     scale: float,
     needs: Sequence[bool] = (True, True, True, True, True),
     gain_pass: GainPass = REFERENCE,
+    cast: Cast | None = None,
 ) -> DoraLinearGrads:
     """Hand-written backward; x, y and dy with any leading dimensions, dx with those of x.
 
@@ -140,7 +146,7 @@ def dora_linear_bwd_ref(
         t, dm = _rows(dy), None
     dx = dA = None
     if need_x or need_A:
-        tB, A = back_of(t, A, B, scale)  # [M, R]
+        tB, A = back_of(t, A, B, scale, cast)  # [M, R]
         if need_x:
             dx = _input_gradient(x, t, weight, tB, A, gain_pass)
         if need_A:
@@ -235,9 +241,10 @@ class _DoraLinear(torch.autograd.Function):
         norm: Tensor | None,
         scale: float,
         gain_pass: GainPass,
+        cast: Cast | None,
     ) -> Tensor:
         y, h = dora_linear_fwd_ref(
-            x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass
+            x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass, cast
         )
         needs = ctx.needs_input_grad
         if True in needs:
@@ -245,7 +252,7 @@ class _DoraLinear(torch.autograd.Function):
             ctx.save_for_backward(x, h, y if needs[3] else None)
             ctx.weights = Weights(lora_A, lora_B, magnitude, bias, weight, norm)
             ctx.versions = ctx.weights.versions()
-            ctx.scale, ctx.gain_pass = scale, gain_pass
+            ctx.scale, ctx.gain_pass, ctx.cast = scale, gain_pass, cast
         return y
 
     @staticmethod
@@ -254,12 +261,13 @@ class _DoraLinear(torch.autograd.Function):
         weights: Weights = ctx.weights
         if torch.is_grad_enabled():  # double backward: rare, so by autograd on the plain formula
             grads = differentiable_grads(weights, ctx.needs_input_grad[:5], ctx.scale, x, dys[0])
-            return *grads, None, None, None, None
+            return *grads, None, None, None, None, None
         found = dora_linear_bwd_ref(
             dys[0], x, h, y, weights.weight, weights.lora_A, weights.lora_B, weights.magnitude,
             weights.norm, weights.bias, ctx.scale, ctx.needs_input_grad[:5], ctx.gain_pass,
+            ctx.cast,
         )  # fmt: skip
-        return *found, None, None, None, None
+        return *found, None, None, None, None, None
 
 
 # without the look for functorch's wrappers that PyTorch takes at every argument of every call
@@ -376,19 +384,25 @@ def owned_linear(
     bias: Tensor | None,
     scale: float,
     backend: str = "auto",
+    cast: Cast | None = None,
 ) -> Tensor:
-    """`dora_linear` without its checks: x and weight are in the compute dtype, shapes fit."""
+    """`dora_linear` without its checks: x and weight are in the compute dtype, shapes fit.
+
+    `cast`: A and B in that dtype, where the caller keeps them; its values may change only with
+    those of A and B.
+    """
     if bias is not None and bias.dtype != weight.dtype:
         bias = bias.to(weight.dtype)
     if torch.is_grad_enabled():
         gain_pass = gain_pass_for(backend, x, weight.shape[0])
         wrapped = torch._C._are_functorch_transforms_active()
         apply: Any = _DoraLinear.apply if wrapped else _apply
-        y: Tensor = apply(x, lora_A, lora_B, magnitude, bias, weight, norm, scale, gain_pass)
+        y: Tensor = apply(x, lora_A, lora_B, magnitude, bias, weight, norm, scale, gain_pass, cast)
         return y
     if backend != "torch" and decodes(x, weight, lora_A, lora_B):
         return dora_decode(x, weight, lora_A, lora_B, magnitude, norm, bias, scale)
     gain_pass = gain_pass_for(backend, x, weight.shape[0])
-    return dora_linear_fwd_ref(x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass)[
-        0
-    ]
+    y, _ = dora_linear_fwd_ref(
+        x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass, cast
+    )
+    return y

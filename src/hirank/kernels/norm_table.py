@@ -9,8 +9,9 @@ Nothing larger than a tile is formed and nothing cancels, so no row needs a seco
 need not be kept: it comes with the tile of W, which has to be read anyway.
 
 Launches   one for the prints, one for the squares, one for the roots. Adapters that cannot be
-           multiplied as they lie (fp32 under bf16; odd sizes) are packed first, a group of layers
-           at a time within `SCRATCH_BYTES`: two launches a group instead of one in all.
+           multiplied as they lie (fp32 under bf16; odd sizes) are packed first, where the caller
+           wants to keep them so, or else a group of layers at a time within `SCRATCH_BYTES`: two
+           launches a group instead of one in all.
 Shapes     per layer: weight [N, K]; lora_A [R, K]; lora_B [N, R]; norm [N] fp32.
 Precision  A and B are rounded to `dot_dtype`, as in the forward; products of bf16 pairs are exact
            in fp32. fp32 operands use full-precision products. With B = 0 a row's bits are those of
@@ -107,7 +108,8 @@ def _pack_kernel(
     if EVEN:
         columns, width = tl.multiple_of(columns, 8), tl.multiple_of(width, 8)
     p_from = tl.load(pointers + layer * 6 + 1 + kind).to(tl.pointer_type(AB_TYPE))
-    p_to = scratch.to(tl.int64) + tl.load(pointers + layer * 6 + 4 + kind)
+    in_scratch = tl.load(p_size + 7 + kind).to(tl.int64)
+    p_to = tl.load(pointers + layer * 6 + 4 + kind) + in_scratch * scratch.to(tl.int64)
     p_to = p_to.to(tl.pointer_type(TYPE))
     o_row = tl.load(p_block + 2) * ROWS + tl.arange(0, ROWS)[:, None]
     o_column = tl.load(p_block + 3) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -121,8 +123,8 @@ def _pack_kernel(
 
 @jit
 def _operand(scratch, pointers, sizes, layer, i, TYPE: tl.constexpr):
-    packed = tl.load(sizes + layer * 10 + 7 + i).to(tl.int64)
-    address = tl.load(pointers + layer * 6 + 4 + i) + packed * scratch.to(tl.int64)
+    in_scratch = tl.load(sizes + layer * 10 + 7 + i).to(tl.int64)
+    address = tl.load(pointers + layer * 6 + 4 + i) + in_scratch * scratch.to(tl.int64)
     address = tl.where(address == 0, pointers.to(tl.int64), address)  # empty: any that is valid
     return address.to(tl.pointer_type(TYPE))
 
