@@ -16,16 +16,22 @@ CASES = {
     "last": {"padding": 1, "last": True},
     "grouped-last": {"groups": 2, "last": True},
     "one image": {"images": 1, "padding": 1},
+    # with ranks that tensor cores take, a GPU moves W and A as one kernel
+    "stacked": {"rank": 8, "padding": 1},
+    "stacked, strided": {"rank": 16, "stride": 2, "padding": 1},
+    "stacked, dilated": {"rank": 8, "dilation": 2, "padding": 2},
+    "stacked, one image": {"rank": 72, "images": 1},
 }
 
 
-def make(dtype, device, *, groups=1, images=3, last=False, **moves):
+def make(dtype, device, *, groups=1, images=3, last=False, rank=6, **moves):
     draw = torch.Generator().manual_seed(7)
 
     def random(*shape):
         return torch.randn(shape, generator=draw, dtype=torch.float64).to(device, dtype)
 
-    x, A, B = random(images, 8, 9, 8), random(6, 8, 3, 3) / 8, random(32, 6 // groups, 1, 1)
+    x, A = random(images, 8, 9, 8), random(rank, 8, 3, 3) / 8
+    B = random(32, rank // groups, 1, 1)
     weight = random(32, 8 // groups, 3, 3) / 8
     if last:
         x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
@@ -95,6 +101,41 @@ def test_outputs_and_gradients_on_a_gpu(case, dora, dtype):
     hold(case, dtype, "cuda", dora)
 
 
+@pytest.mark.parametrize("case", ["plain", "stacked", "grouped-last"])
+@pytest.mark.parametrize("wanted", ["x", "A", "B", "m", "bias", "AB", "xm", "xAB"])
+def test_any_of_the_gradients(case, wanted, device):
+    leaves, weight, norm, moves = make(torch.float32, device, **CASES[case])
+    call, found = ours(weight, norm, moves), {}
+    for names in ([*leaves], [n for n in leaves if n in wanted or n == wanted]):
+        given = {k: v.clone().requires_grad_(k in names) for k, v in leaves.items()}
+        call(**given).square().sum().backward()
+        found |= {(k, len(names)): v.grad for k, v in given.items() if k in names}
+        assert all(v.grad is None for k, v in given.items() if k not in names)
+    for name in names:
+        torch.testing.assert_close(
+            found[name, len(names)], found[name, len(leaves)], rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32", "fp16"])
+def test_a_convolution_with_weights_wider_than_its_input(wide, device):
+    """As under autocast: the kernels round them."""
+    half = torch.float16
+    leaves, weight, norm, moves = make(torch.float32, device, rank=8, padding=1)
+    leaves = {k: (v if wide and k in "ABm" else v.to(half)) for k, v in leaves.items()}
+    leaves["m"], given = leaves["m"].float(), dict(leaves)
+    rounded = {k: (v.to(half) if k in "AB" else v) for k, v in leaves.items()}
+    got = outputs_and_gradients(ours(weight if wide else weight.to(half), norm, moves), {
+        k: v.clone().requires_grad_() for k, v in given.items()
+    })  # fmt: skip
+    want = outputs_and_gradients(ours(weight.to(half), norm, moves), {
+        k: v.clone().requires_grad_() for k, v in rounded.items()
+    })  # fmt: skip
+    assert got["dA"].dtype == given["A"].dtype and got["dB"].dtype == given["B"].dtype
+    for name in want:
+        torch.testing.assert_close(got[name].to(half), want[name].to(half), rtol=2e-3, atol=2e-2)
+
+
 @pytest.mark.parametrize("case", ["plain", "grouped"])
 def test_gradients_of_gradients(case):
     leaves, weight, norm, moves = make(torch.float64, "cpu", **CASES[case])
@@ -110,8 +151,9 @@ def test_gradients_of_gradients(case):
     assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
 
 
-def test_a_row_without_norm_is_left_as_lora():
-    leaves, weight, norm, moves = make(torch.float32, "cpu")
+@pytest.mark.parametrize("case", ["plain", "stacked"])
+def test_a_row_without_norm_is_left_as_lora(case):
+    leaves, weight, norm, moves = make(torch.float32, "cpu", **CASES[case])
     norm[3] = 0
     found = outputs_and_gradients(ours(weight, norm, moves), {
         k: v.clone().requires_grad_() for k, v in leaves.items()
@@ -123,7 +165,7 @@ def test_a_row_without_norm_is_left_as_lora():
 
 
 @pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
-@pytest.mark.parametrize("case", ["plain", "last"])
+@pytest.mark.parametrize("case", ["plain", "last", "stacked"])
 def test_the_next_layer_may_write_over_its_output(case, dora):
     leaves, weight, norm, moves = make(torch.float32, "cpu", **CASES[case])
     found, call = [], ours(weight, norm, moves)

@@ -131,19 +131,18 @@ def _owned(
 
     def formula(x: Tensor, A: Tensor, B: Tensor, m: Any, bias: Any, W: Tensor, norm: Any) -> Tensor:
         inner = geometry if zeros else geometry._replace(mode="zeros", padding=0)
-        given = _Given(x, x, W, W, bias, inner)
-        joined = _convolved(x, W, bias, inner)
+        given = _Given(x, x, W, W.to(x.dtype), bias, inner)
+        joined = _convolved(x, given.cast, bias, inner)
         hidden = _convolved(x, A.to(x.dtype), None, inner, groups=1)
         joined = _added(joined, hidden, B.to(x.dtype), scale, inner.groups)
-        return (
-            joined if m is None else _composed(None, joined, m, norm, 1, given.bias, None, "torch")
-        )
+        if m is None:
+            return joined
+        return _composed(None, joined, m.flatten(), norm, 1, given.bias, None, "torch")
 
     if backend != "auto":
         check_backend(backend, x.device)
     return owned_conv(
-        _padded(x, geometry).to(x.dtype), weight.to(x.dtype), _cast(bias, x.dtype), A, B,
-        None if magnitude is None else magnitude.flatten(), norm,
+        _padded(x, geometry).to(x.dtype), weight, _cast(bias, x.dtype), A, B, magnitude, norm,
         scale=scale, moves=moves, plain=backend == "torch", formula=formula,
     )  # fmt: skip
 

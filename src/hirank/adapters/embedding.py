@@ -15,10 +15,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hirank.adapters.layers import Adapter
+from hirank.adapters.owned_embedding import ownable, owned_embedding
+from hirank.adapters.viewed_norms import ViewedNormCache
 from hirank.kernels.dora_compose import dora_compose
 
 __all__ = ["Table", "embedding_forward"]
@@ -45,12 +47,45 @@ def embedding_forward(
         adapters: in the order in which they stack; A [R, V], B [D, R]. Dropout is not looked at.
         backend: as in `dora_compose`.
     """
+    if len(adapters) == 1 and _owns(ids, table, adapters[0], backend):
+        return _owned(ids, table, adapters[0])
     found = table.lookup(ids)
     y = found.reshape(-1, found.shape[-1])
     with _without_autocast(y.device.type):  # a lookup is not cast, nor is what it meets
         for adapter in adapters:
             y = _add_adapter(y, ids.reshape(-1), table, adapter, backend)
     return y.view(found.shape)
+
+
+def _owns(ids: Tensor, table: Table, adapter: Adapter, backend: str) -> bool:
+    """Whether one node of autograd is to stand for the whole layer."""
+    return (
+        not torch.compiler.is_compiling()
+        and backend != "torch"
+        and type(table.lookup) is nn.Embedding
+        and table.stretch is None
+        and not table.scale_grad_by_freq
+        and ownable(ids, table.weight, adapter.lora_A, adapter.lora_B)
+    )
+
+
+def _owned(ids: Tensor, table: Table, adapter: Adapter) -> Tensor:
+    A, B, magnitude, scale, *_ = adapter
+    norm = _norm(table.weight, adapter, table.weight.dtype)
+    with _without_autocast(table.weight.device.type):
+        return owned_embedding(
+            ids, table.weight, A, B, magnitude, norm, scale=scale, padding=table.padding_idx
+        )
+
+
+def _norm(weight: Tensor, adapter: Adapter, dtype: torch.dtype) -> Tensor | None:
+    """||W^T + s B A|| for each dimension; None with plain LoRA."""
+    A, B, magnitude, scale, _, norms, *_ = adapter
+    if magnitude is None or norms is None:
+        return None
+    if isinstance(norms, ViewedNormCache):
+        return norms.norm(*norms.views(weight, A, B), scale, dtype)
+    return norms.norm(weight.T, A, B, scale, dtype)
 
 
 def _without_autocast(kind: str) -> AbstractContextManager[Any]:
@@ -60,7 +95,7 @@ def _without_autocast(kind: str) -> AbstractContextManager[Any]:
 
 
 def _add_adapter(y: Tensor, ids: Tensor, table: Table, adapter: Adapter, backend: str) -> Tensor:
-    A, B, magnitude, scale, _, norms, *_ = adapter
+    A, B, magnitude, scale, *_ = adapter
     hidden = F.embedding(
         ids, A.T, table.padding_idx, scale_grad_by_freq=table.scale_grad_by_freq
     )  # [M, R]
@@ -68,7 +103,7 @@ def _add_adapter(y: Tensor, ids: Tensor, table: Table, adapter: Adapter, backend
         hidden = hidden * table.stretch.to(table.weight.dtype).to(hidden.dtype)
     # added inside the GEMM; out of place, or a gradient would be copied on its way back
     joined = torch.addmm(y, hidden.to(y.dtype), B.to(y.dtype).T, alpha=scale)
-    if magnitude is None or norms is None:
+    norm = _norm(table.weight, adapter, y.dtype)
+    if magnitude is None or norm is None:
         return joined
-    norm = norms.norm(table.weight.T, A, B, scale, y.dtype)
     return dora_compose(None, joined, magnitude, norm, scale=1, backend=backend)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hirank.adapters.stacked_conv import Moves, stackable, stacked_backward, stacked_forward
 from hirank.kernels._compose import Compose, backward_way, forward_way
 from hirank.kernels.dora_compose import DORA_COMPOSE
 from hirank.kernels.dora_linear import Weights, activations
@@ -52,30 +53,6 @@ def to_images(found: Tensor, like: Tensor) -> Tensor:
     return found.view(like.shape[0], *like.shape[2:], found.shape[1]).movedim(-1, 1)
 
 
-class Moves(NamedTuple):
-    """How the kernel moves, in numbers; the input has its margins where they are not zeros."""
-
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-    groups: int
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-        return torch.convolution(
-            x, weight, bias, self.stride, self.padding, self.dilation, False,
-            [0] * len(self.stride), groups,
-        )  # fmt: skip
-
-    def backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor, groups: int, need_x: bool, need_weight: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        dx, dweight, _ = torch.ops.aten.convolution_backward(
-            dy, x, weight, None, self.stride, self.padding, self.dilation, False,
-            [0] * len(self.stride), groups, [need_x, need_weight, False],
-        )  # fmt: skip
-        return dx, dweight
-
-
 class _Call(NamedTuple):
     """What a call is besides its tensors."""
 
@@ -85,6 +62,8 @@ class _Call(NamedTuple):
     """backend="torch": by the formulas."""
     formula: Callable[..., Tensor]
     """The layer as autograd sees it, for gradients of gradients."""
+    stacked: bool
+    """Both kernels in one call."""
 
 
 class _OwnedConv(torch.autograd.Function):
@@ -100,32 +79,49 @@ class _OwnedConv(torch.autograd.Function):
         norm: Tensor | None,
         call: _Call,
     ) -> Tensor:
-        u, h = _branches(x, weight, lora_A, lora_B, bias, call)
+        weights = Weights(lora_A, lora_B, magnitude, bias, weight, norm)
         needs = ctx.needs_input_grad
+        saved: tuple[Tensor | None, ...]
+        if call.stacked:
+            y, kept = stacked_forward(x, weights, call.moves, call.scale, needs)
+            saved = x, kept, None
+        else:
+            weights = _made_plain(weights, x.dtype)
+            u, h = _branches(x, weights, call)
+            y, saved = _stretched(u, weights, call.plain), (x, h, u if needs[3] else None)
         if True in needs:
-            ctx.save_for_backward(x, h, u if needs[3] else None)
-            ctx.weights = Weights(lora_A, lora_B, magnitude, bias, weight, norm)
-            ctx.versions, ctx.call = ctx.weights.versions(), call
-        if magnitude is None or norm is None:
-            return u
-        return _stretched(u, magnitude, norm, bias, call.plain)
+            ctx.save_for_backward(*saved)
+            ctx.weights, ctx.versions, ctx.call = weights, weights.versions(), call
+        return y
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
         x, h, u = activations(ctx)
         needs, weights, call = ctx.needs_input_grad[:5], ctx.weights, ctx.call
         if torch.is_grad_enabled():  # double backward
-            return *_differentiable(weights, needs, call, x, dys[0]), None, None, None
-        return *_gradients(weights, needs, call, x, h, u, dys[0]), None, None, None
+            found = _differentiable(weights, needs, call, x, dys[0])
+        elif call.stacked:
+            found = stacked_backward(dys[0], x, h, weights, call.moves, call.scale, needs)
+        else:
+            found = _gradients(weights, needs, call, x, h, u, dys[0])
+        return *found, None, None, None
 
 
-def _branches(
-    x: Tensor, weight: Tensor, A: Tensor, B: Tensor, bias: Tensor | None, call: _Call
-) -> tuple[Tensor, Tensor]:
+# without the look for functorch's wrappers that PyTorch takes at every argument of every call
+_apply: Any = super(torch.autograd.Function, _OwnedConv).apply
+
+
+def _made_plain(weights: Weights, dtype: torch.dtype) -> Weights:
+    """With W in the compute dtype."""
+    return weights._replace(weight=weights.weight.to(dtype))
+
+
+def _branches(x: Tensor, weights: Weights, call: _Call) -> tuple[Tensor, Tensor]:
     """u = W * x + b + s B h and h = A * x."""
     moves, dtype = call.moves, x.dtype
-    A, B = A.to(dtype), B.to(dtype)
-    u, h = moves.forward(x, weight, bias, moves.groups), moves.forward(x, A, None, 1)
+    A, B = weights.lora_A.to(dtype), weights.lora_B.to(dtype)
+    u = moves.forward(x, weights.weight, weights.bias, moves.groups)
+    h = moves.forward(x, A, None, 1)
     return _add_(u, h, B, call), h
 
 
@@ -155,13 +151,14 @@ def _laid(found: Tensor, like: Tensor) -> Tensor:
     return to_images(found, like) if has_channels_last(like) else found.view(like.shape)
 
 
-def _stretched(
-    u: Tensor, magnitude: Tensor, norm: Tensor, bias: Tensor | None, plain: bool
-) -> Tensor:
+def _stretched(u: Tensor, weights: Weights, plain: bool) -> Tensor:
     """g (u - b) + b"""
+    magnitude, norm, bias = weights.magnitude, weights.norm, weights.bias
+    if magnitude is None or norm is None:
+        return u
     flat, how = _layout(u)
     compose = forward_way(how, u, plain)
-    found = _laid(compose(None, flat(u), magnitude, norm, bias, None, 1.0), u)
+    found = _laid(compose(None, flat(u), magnitude.flatten(), norm, bias, None, 1.0), u)
     place = found.untyped_storage(), found.storage_offset(), found.shape, found.stride()
     return found.new_empty(0).set_(*place)  # no view: the next layer may write over it
 
@@ -175,10 +172,10 @@ def _through_gain(
         return dy, None
     flat, how = _layout(dy)
     _, t, dm = backward_way(how, dy, plain)(
-        flat(dy), None, None if u is None else flat(u), magnitude, norm, bias, 1.0,
+        flat(dy), None, None if u is None else flat(u), magnitude.flatten(), norm, bias, 1.0,
         False, True, u is not None,
     )  # fmt: skip
-    return _laid(t, dy), None if u is None else dm
+    return _laid(t, dy), None if u is None else dm.view(magnitude.shape)
 
 
 def _gradients(
@@ -208,11 +205,11 @@ def _of_branches(
     A, B = weights.lora_A.to(dtype), weights.lora_B.to(dtype)
     th, dB = _through_B(t, h, B, call, need_x or need_A, need_B)
     dx = dA = None
-    if need_x:
-        dx, _ = moves.backward(t, x, weights.weight, moves.groups, True, False)
-    if th is not None and (need_x or need_A):
-        more, dA = moves.backward(th, x, A, 1, need_x, need_A)
-        dx = dx if more is None or dx is None else dx.add_(more)
+    if need_x and th is not None:
+        dx = moves.input_gradient(t, x, weights.weight, moves.groups)
+        dx.add_(moves.input_gradient(th, x, A, 1))
+    if need_A and th is not None:
+        dA = moves.weight_gradient(th, x, A, 1)
     return (
         dx,
         None if dA is None else dA.to(weights.lora_A.dtype),
@@ -227,8 +224,11 @@ def _through_B(
     groups, scale = call.moves.groups, call.scale
     if groups > 1:
         once, nought = [1] * len(call.moves.stride), [0] * len(call.moves.stride)
-        th, dB = Moves(once, nought, once, groups).backward(t, h, B, groups, need_h, need_B)
-        return None if th is None else th.mul_(scale), None if dB is None else dB.mul_(scale)
+        moves = Moves(once, nought, once, groups)
+        return (
+            moves.input_gradient(t, h, B, groups).mul_(scale) if need_h else None,
+            moves.weight_gradient(t, h, B, groups).mul_(scale) if need_B else None,
+        )
     if has_channels_last(t):
         return _through_rows(rows(t), rows(h), B, scale, need_h, need_B, h)
     return _through_planes(planes(t), planes(h), B, scale, need_h, need_B, h)
@@ -290,15 +290,16 @@ def owned_conv(
     """y [I, N, ...] of x [I, C, ...], with gradients for x, A, B, magnitude and bias.
 
     Args:
-        x, weight, bias: in the compute dtype.
-        lora_A, lora_B, magnitude, norm: as in `adapters/conv`; magnitude and norm [N] or None.
+        x, bias: in the compute dtype; weight in any.
+        lora_A, lora_B, magnitude, norm: as in `adapters/conv`; both or neither of the last two.
         scale: s.
         moves: how the kernels move.
         plain: by the formulas, whatever kernels there are.
         formula: the same from (x, A, B, magnitude, bias, weight, norm), made of PyTorch's parts.
     """
-    call = _Call(moves, scale, plain, formula)
-    y: Tensor = _OwnedConv.apply(  # type: ignore[no-untyped-call]
-        x, lora_A, lora_B, magnitude, bias, weight, norm, call
-    )
+    stacked = not plain and stackable(x, weight, lora_A, lora_B, moves.groups)
+    call = _Call(moves, scale, plain, formula, stacked)
+    wrapped = torch._C._are_functorch_transforms_active()
+    apply: Any = _OwnedConv.apply if wrapped else _apply
+    y: Tensor = apply(x, lora_A, lora_B, magnitude, bias, weight, norm, call)
     return y
