@@ -69,11 +69,28 @@ def test_leaving_out_spans_changes_no_peak(monkeypatch):
     assert {p: m.kinds for p, m in few.items()} == {p: m.kinds for p, m in every.items()}
 
 
-def test_two_depths_tell_every_other_one_exactly():
-    given = setting(method="dora", rank=2)
+def at_five_blocks(**changes):
+    """By phase: bytes by class as two shallower models foretell them, and as they are."""
+    given = setting(**changes)
     small, large, deep = (moments_of(given, with_depth(TINY, d), True) for d in (2, 3, 5))
     foretold, seen = peaks_at(5, small, large, (2, 3)), peaks(deep)
-    assert {p: m.kinds for p, m in foretold.items()} == {p: m.kinds for p, m in seen.items()}
+    return [{phase: m.kinds for phase, m in found.items()} for found in (foretold, seen)]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"method": "dora", "rank": 2}, {"method": "full", "step": "foreach"}], ids=str
+)
+def test_two_depths_tell_every_other_one_exactly(changes):
+    foretold, seen = at_five_blocks(**changes)
+    assert foretold == seen
+
+
+def test_clipping_and_plain_and_projected_parameters_grow_each_in_its_place():
+    """As one phase, what a step makes on its way was lost: it was taken to be 0."""
+    foretold, seen = at_five_blocks(method="galore", state_dtype="int8")
+    for phase in ("step: clipping", "step", "step: plain"):
+        assert foretold[phase] == seen[phase]
+    assert foretold["step"]["method temporaries"] > 4 * 4 * 96  # R, of the widest
 
 
 def test_a_ledger_has_the_phases_of_a_step():

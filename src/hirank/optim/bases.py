@@ -121,8 +121,12 @@ def _get(state: State, key: str, shape: tuple[int, int], like: Tensor) -> Tensor
         kept: Tensor = state[key]
         return kept
     codes, scale, low = (state[f"{key}_{part}"] for part in ("codes", "scale", "low"))
-    dtype = like.dtype if like.is_cuda and like.dtype == torch.bfloat16 else torch.float32
-    return dequantize_affine(codes, scale, low, math.prod(shape), 4, dtype).view(shape)
+    size, dtype = math.prod(shape), _decoded_in(like)
+    return dequantize_affine(codes, scale, low, size, 4, dtype).view(shape)
+
+
+def _decoded_in(like: Tensor) -> torch.dtype:
+    return like.dtype if like.is_cuda and like.dtype == torch.bfloat16 else torch.float32
 
 
 def _put(state: State, key: str, basis: Tensor, hyper: Hyper) -> None:

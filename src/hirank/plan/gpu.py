@@ -166,6 +166,10 @@ def _narrow(p: Tensor, dense: Tensor | None, hyper: Hyper) -> torch.dtype:
     return p.dtype if narrow else torch.float32
 
 
+def _decoded_in(like: Tensor) -> torch.dtype:
+    return like.dtype if like.dtype == torch.bfloat16 else torch.float32
+
+
 def _as_multiplied(change: Any, p: Tensor) -> Any:
     if change.product is None:
         return change
@@ -179,6 +183,7 @@ _LAUNCHES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (rules, "_as_multiplied", _as_multiplied),
     (weights, "dequantize_affine", _decoded),
     (bases, "dequantize_affine", _decoded),
+    (bases, "_decoded_in", _decoded_in),
     (weights, "move_int8_", lambda weight, delta, move: None),
     (weights, "move_bf16_", lambda weight, delta, move: None),
 )

@@ -245,31 +245,43 @@ def _launched(s: Setting) -> bool:
 
 
 def _plain_move(s: Setting, m: Shape) -> Part:
-    """An embedding: its gradient, new moments, what is stored, and the direction in fp32, beside
-    that of the span before. int8 moments are moved by a launch that makes the direction alone."""
+    """An embedding: its gradient, new moments, what is stored, and the direction in fp32. int8
+    moments are moved by a launch that makes the direction alone."""
     state, narrow = hyper_of(s).state, trained_bytes(s) == 2
     each, span = {"int8": (4, _WIDE_SPAN), "bf16": (34, _SPAN), "fp32": (12, _SPAN)}[state]
     if state == "int8" and not _launched(s):
         span = _SPAN
     each += 4 if narrow and state != "int8" else 0
-    largest = max(x.each for x in m.matrices())
-    count = min(span, largest)
-    each += 4 if largest > span else 0
+    count = min(span, max(x.each for x in m.matrices()))
     return Part(each * count, f"moments and direction of a span {each} x {count:,}")
 
 
 def _projected_move(s: Setting, x: Matrix) -> Part:
-    """R, the direction and its copy for the product; a span of the change, with the gradient's
-    part in fp32 where a method needs that."""
+    """What lies in its subspace, the basis for the product; a span of the change, with the
+    gradient's part in fp32 where a method needs that."""
     hyper = hyper_of(s)
     each = 4 if hyper.residual == "none" and hyper.scale_by == "element" else 8
     each += 4 if hyper.residual != "none" else 0
     span = min(_WIDE_SPAN if _launched(s) else _SPAN, x.each)
     if each == 4 and not _launched(s):
         span = 0  # added to the weight as it is multiplied
-    rank = min(hyper.rank or 0, x.out, x.inp)
-    reduced = 10 * rank * max(x.out, x.inp)
-    text = (
-        f"{x.name}: 10 x {rank} x {max(x.out, x.inp):,} in its subspace, a span {each} x {span:,}"
-    )
-    return Part(reduced + each * span, text)
+    rank, inside = min(hyper.rank or 0, x.out, x.inp), _in_subspace(s, hyper)
+    short, long = sorted((x.out, x.inp))
+    size = rank * (inside * long + _of_basis(s, hyper) * short) + each * span
+    text = f"{x.name}: {inside} x {rank} x {long:,} in its subspace, a span {each} x {span:,}"
+    return Part(size, text)
+
+
+def _in_subspace(s: Setting, hyper: Hyper) -> int:
+    """Bytes a number: R, the direction and its copy for the product, which a launch makes alone;
+    Fira's R where it is finite."""
+    if hyper.residual != "none":
+        return 14
+    made_narrow = hyper.state == "int8" and hyper.scale_by == "element" and trained_bytes(s) == 2
+    return 6 if made_narrow else 10
+
+
+def _of_basis(s: Setting, hyper: Hyper) -> int:
+    """Bytes a number of a basis as it is multiplied, beside how it is kept."""
+    kept = {"bf16": 2, "fp32": 4, "int4": 0, "seed": 0}[hyper.basis_store]
+    return 0 if kept == trained_bytes(s) else trained_bytes(s)

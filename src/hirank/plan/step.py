@@ -4,7 +4,10 @@
     loss         head and loss
     loss back    until the gradient of the head's input is there
     blocks back  the rest of the backward pass
-    step         clipping and the optimiser; `refresh` if states and bases are made
+    step         the optimiser; `refresh` if states and bases are made
+
+Clipping is a phase of its own, and so are the plain parameters of a low-rank optimiser: each grows
+with the model's depth, and a phase may do so in one place only (see `depth.py`).
 
 The same code runs on fake tensors and on real ones.
 """
@@ -20,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hirank.optim.hyper import Hyper
+from hirank.optim.rules import is_projected
 from hirank.optim.weights import Int8Weight
 from hirank.plan.live import Live
 from hirank.plan.losses import loss_of
@@ -57,12 +62,27 @@ class Run:
             with self.live.at_once():
                 self._adopt()
             self.live.phase = "between"
+        if setting.is_low_rank:
+            self._tell_plain_ones_apart()
         self.trained = [p for p in model.parameters() if p.requires_grad]
         for p in self.trained:
             p.register_post_accumulate_grad_hook(self._has_gradient)
         model.get_output_embeddings().register_forward_pre_hook(self._before_head)
         if setting.step_in_backward:
             self.optimizer.step_in_backward(micro_batches=self.passes)  # type: ignore[attr-defined]
+
+    def _tell_plain_ones_apart(self) -> None:
+        optimizer: Any = self.optimizer
+        step = optimizer.step_parameter
+
+        def told(p: Tensor, grad: Tensor | None, hyper: Hyper, **more: Any) -> Any:
+            phase = self.live.phase
+            if phase not in ("step", "refresh") or is_projected(p, hyper):
+                return step(p, grad, hyper, **more)
+            with self.live.during(f"{phase}: plain", TEMPORARY):
+                return step(p, grad, hyper, **more)
+
+        optimizer.step_parameter = told
 
     @property
     def passes(self) -> int:
@@ -131,7 +151,8 @@ class Run:
             self._pass()
         with self.live, self.live.during(name, TEMPORARY):
             if not self.setting.step_in_backward:
-                torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+                with self.live.during(f"{name}: clipping", TEMPORARY):
+                    torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
             self.optimizer.step()
             self.live.adopt(states_of(self.optimizer), "optimizer state")
             self.optimizer.zero_grad(set_to_none=True)

@@ -38,7 +38,11 @@ _PHASES = {
     "loss back": "loss backward",
     "blocks back": "block backward",
     "step": "optimizer step",
+    "step: clipping": "optimizer step",
+    "step: plain": "optimizer step",
     "refresh": "refresh step",
+    "refresh: clipping": "refresh step",
+    "refresh: plain": "refresh step",
     "evaluation": "evaluation",
 }
 """Phases of a step, and what a ledger calls them; what lies between steps is none."""
