@@ -61,7 +61,7 @@ def test_casts_in_one_place_within_budget(monkeypatch, scale):
         given = draw(torch.bfloat16, "cpu", seed)
         given["A"], given["B"] = (given[k].bfloat16().float() for k in "AB")  # casts truncate here
         check(given, scale, torch.bfloat16)
-    assert len(_operands._KEPT.casts) == 1
+    assert len(_operands._KEPT.places) == 1
 
 
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
@@ -132,7 +132,7 @@ def test_a_graph_writes_to_memory_of_its_own():
     with torch.cuda.graph(graph):
         h, B = hidden_of(given["x"], given["A"], given["B"], 2.0)
         found = h @ B.T
-    kept = [cast.B.data_ptr() for cast in _operands._KEPT.casts.values()]
+    kept = [place.cast.B.data_ptr() for place in _operands._KEPT.places.values()]
     assert B.data_ptr() not in kept
     graph.replay()
     assert torch.equal(found, expected)

@@ -1,6 +1,8 @@
 """Which way a layer's next plain call goes: owned, composed or PEFT's own, and why."""
 
 from collections.abc import Callable
+from itertools import repeat
+from operator import contains, is_
 from typing import Any
 
 import torch
@@ -131,12 +133,13 @@ def _place(module: nn.Module, name: str) -> dict[str, Any]:
 class Known:
     """The route of a layer and what it rests on, so that the next call need not ask again.
 
-    `holds` runs at every call of every layer, so it compares identities and asks little else.
+    `holds` runs at every call of every layer, so it compares identities and asks little else, by
+    loops that C runs.
     """
 
     __slots__ = (
-        "_active", "_dropouts", "_hooks", "_modules", "_scales", "_training", "_weights",
-        "adapters", "backend", "base", "bias", "tier", "turned", "weight",
+        "_active", "_dropouts", "_held", "_hooks", "_keys", "_places", "_scales", "_spaces",
+        "_training", "adapters", "backend", "base", "bias", "tier", "turned", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -162,19 +165,19 @@ class Known:
         lists = [layer._modules[kind] for kind in _PARTS]
         places = [(layer._modules, kind) for kind in ("base_layer", *_PARTS, *_TABLES)]
         places += [(found._modules, name) for name in names for found in lists if name in found]
-        self._modules = [(place, name, place[name]) for place, name in places]
-        modules = [module for *_, module in self._modules]
-        self._weights = [
-            (place, name, place[name])
+        modules = [place[name] for place, name in places]
+        places += [
+            (place, name)
             for module in modules
             for name in {"weight": None, "bias": None, **module._parameters}
             for place in [_place(module, name)]
             if name in place
         ]
         tables = [layer._modules[kind]._parameters for kind in _TABLES]
-        self._weights += [
-            (held, name, held[name]) for held in tables for name in names if name in held
-        ]
+        places += [(held, name) for held in tables for name in names if name in held]
+        self._places, self._keys = [place for place, _ in places], [name for _, name in places]
+        self._held = [place[name] for place, name in places]
+        self._spaces = [module.__dict__ for module in modules]
         dropouts = [layer.lora_dropout[name] for name in names]
         self._dropouts = [(d, d.training) for d in dropouts if not isinstance(d, nn.Identity)]
         self._hooks = [getattr(module, kind) for module in modules for kind in _HOOKS]
@@ -199,10 +202,8 @@ class Known:
         for module, training in self._dropouts:
             if module.training is not training:
                 return False
-        for places in (self._modules, self._weights):
-            for place, name, known in places:
-                if place.get(name) is not known:
-                    return False
+        if not all(map(is_, map(dict.get, self._places, self._keys), self._held)):
+            return False
         scaling = own["scaling"]  # PEFT puts another dictionary there
         for name, scale in self._scales:
             found = scaling.get(name)
@@ -211,7 +212,7 @@ class Known:
         weight = self.weight  # some quantised bases have none of that name
         return not (
             (weight is not None and (weight.requires_grad or hasattr(weight, "ds_id")))
-            or any("forward" in module.__dict__ for *_, module in self._modules)
+            or any(map(contains, self._spaces, repeat("forward")))
         )
 
 
