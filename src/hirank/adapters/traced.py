@@ -25,7 +25,7 @@ from hirank.kernels.dora_linear import (
     owned_linear,
 )
 
-__all__ = ["TracedNorms", "traced_linear", "with_live_scale"]
+__all__ = ["TracedNorms", "autocast_dtype", "traced_linear", "with_live_scale"]
 
 
 def _norm(given: Operands) -> Tensor | None:
@@ -37,20 +37,17 @@ def _run(given: Operands, training: bool) -> tuple[Tensor, Tensor]:
     """The weight comes as it lies, as the norm is found by its address."""
     x, weight, A, B, magnitude, bias, scale, backend = given
     operands = x, weight.to(x.dtype), A, B, magnitude, _norm(given), bias, scale
-    with torch.no_grad():
-        if not training:
-            return owned_linear(*operands, backend), x
-        return dora_linear_fwd_ref(*operands, given.gain_pass(training))
+    if not training:
+        return owned_linear(*operands, backend), x
+    return dora_linear_fwd_ref(*operands, given.gain_pass(training))
 
 
 def _run_backward(
     given: Operands, dy: Tensor, h: Tensor, y: Tensor | None, needs: Sequence[bool]
 ) -> Sequence[Any]:
     x, weight, A, B, magnitude, bias, scale, _ = given
-    operands = A, B, magnitude, _norm(given), bias, scale
-    with torch.no_grad():
-        weight = weight.to(x.dtype)
-        return dora_linear_bwd_ref(dy, x, h, y, weight, *operands, needs, given.gain_pass(True))
+    operands = weight.to(x.dtype), A, B, magnitude, _norm(given), bias, scale
+    return dora_linear_bwd_ref(dy, x, h, y, *operands, needs, given.gain_pass(True))
 
 
 _linear = register_layer("adapted_linear", _run, _run_backward)
@@ -119,6 +116,13 @@ def with_live_scale(adapter: Adapter, live: Tensor) -> Adapter:
 _AUTOCAST = [kind for kind in ("cuda", "cpu", "xpu") if torch.amp.is_autocast_available(kind)]
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype of autocast on the device of x; None where it is off."""
+    kind = x.device.type
+    on = kind in _AUTOCAST and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
 def traced_linear(
     x: Tensor,
     weight: Tensor,
@@ -136,14 +140,12 @@ def traced_linear(
     Raises:
         ValueError: the last dimension of x is not K, or the dtypes differ outside autocast.
     """
-    kind = x.device.type
-    autocast = kind in _AUTOCAST and torch.is_autocast_enabled(kind)
-    dtype = weight.dtype
-    if autocast and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    wanted, dtype = autocast_dtype(x), weight.dtype
+    if wanted is not None and x.dtype != torch.float64:
+        dtype = wanted
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"got x {tuple(x.shape)}: it must end in {weight.shape[1]}.")
-    if x.dtype != dtype and not autocast:
+    if x.dtype != dtype and wanted is None:
         raise ValueError(
             f"got x in {x.dtype} and a weight in {weight.dtype}: cast one of them, or run under "
             "autocast."

@@ -8,6 +8,7 @@ weight, `adapters/traced_quantised` the handle of a layer.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -60,12 +61,14 @@ def register_layer(name: str, forward: Forward, backward: Backward) -> Callable[
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         operands, training = _operands(given[:-1]), given[-1]
-        y, h = forward(operands, training)
+        with torch.no_grad(), _no_autocast(operands.x):
+            y, h = forward(operands, training)
         return y, h if training else operands.x.new_empty(0)
 
     def run_backward(dy: Tensor, h: Tensor, y: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
         operands, needs = _operands(given[:-1]), given[-1]
-        grads = backward(operands, dy, h, y, needs)
+        with torch.no_grad(), _no_autocast(operands.x):
+            grads = backward(operands, dy, h, y, needs)
         return tuple(operands.x.new_empty(0) if g is None else g.contiguous() for g in grads)
 
     op = register_op(
@@ -94,6 +97,13 @@ def called(
     scales = (scale, 0.0) if live else (None, scale)
     y: Tensor = op(*tensors, *scales, backend, torch.is_grad_enabled())[0]
     return y
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """All is cast by then; whoever runs a graph may have autocast on, or not."""
+    kind = x.device.type
+    available = torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if available else nullcontext()
 
 
 def _like(x: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, *rest: Any) -> Any:

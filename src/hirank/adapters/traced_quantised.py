@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hirank.adapters.dequantise import Packed, kind_of
+from hirank.adapters.dequantise import Kind, Packed, kind_of
 from hirank.adapters.quantised import forward_parts
 from hirank.adapters.quantised_norms import QuantisedNorms
 from hirank.adapters.traced_handles import found_layer, handle_for
@@ -24,13 +24,24 @@ __all__ = ["handle_for", "traced_quantised"]
 
 def _packed_and_norm(given: Operands, training: bool) -> tuple[Packed, Tensor | None]:
     layer = found_layer(given.base)
-    kind = kind_of(layer.base_layer)
-    assert kind is not None  # else it would not have been compiled so
-    packed = Packed(layer.base_layer, kind, given.x, training)
+    packed = Packed(layer.base_layer, _kind(layer.base_layer), given.x, training)
+    packed.dtype = given.x.dtype  # cast by then; autocast, which some kinds ask for, may be off
     if given.magnitude is None:
         return packed, None
     with torch.set_grad_enabled(training):  # the norms ask whether a backward pass will follow
         return packed, _norm(layer, packed, given.lora_A, given.lora_B, given.scale)
+
+
+def _kind(base: Any) -> Kind:
+    """Raises RuntimeError: something came between this layer and hirank since it was compiled."""
+    kind = kind_of(base)
+    obstacle = "it is of no kind that hirank knows" if kind is None else kind.obstacle(base)
+    if kind is None or obstacle is not None:
+        raise RuntimeError(
+            f"A compiled layer over a {type(base).__name__} cannot run ({obstacle}): mend that, or "
+            "compile the model again."
+        )
+    return kind
 
 
 def _norm(layer: Any, packed: Packed, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
@@ -45,21 +56,19 @@ def _norm(layer: Any, packed: Packed, lora_A: Tensor, lora_B: Tensor, scale: flo
 
 
 def _run(given: Operands, training: bool) -> tuple[Tensor, Tensor]:
-    packed, norm = _packed_and_norm(given, training)
     x, _, A, B, magnitude, bias, scale, _ = given
+    packed, norm = _packed_and_norm(given, training)
     operands = x, A, B, magnitude, bias, packed, norm, scale
-    with torch.no_grad():
-        return forward_parts(*operands, given.gain_pass(training))
+    return forward_parts(*operands, given.gain_pass(training))
 
 
 def _run_backward(
     given: Operands, dy: Tensor, h: Tensor, y: Tensor | None, needs: Sequence[bool]
 ) -> Sequence[Any]:
-    packed, norm = _packed_and_norm(given, True)
     x, _, A, B, magnitude, bias, scale, _ = given
+    packed, norm = _packed_and_norm(given, True)
     operands = packed.weight(), A, B, magnitude, norm, bias, scale
-    with torch.no_grad():
-        return dora_linear_bwd_ref(dy, x, h, y, *operands, needs, given.gain_pass(True))
+    return dora_linear_bwd_ref(dy, x, h, y, *operands, needs, given.gain_pass(True))
 
 
 _linear = register_layer("adapted_quantised", _run, _run_backward)

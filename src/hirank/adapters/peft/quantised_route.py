@@ -14,8 +14,15 @@ from hirank.errors import HirankError
 from hirank.kernels._backend import check_backend
 from hirank.kernels._tuning import tier
 
-__all__ = ["check_quantised", "describe_quantised", "device_of", "fault_of_quantised"]
-__all__ += ["known_kind", "obstacle_of", "quantised_present", "quantised_route"]
+__all__ = ["adapter_obstacle", "check_quantised", "describe_quantised", "device_of"]
+__all__ += [
+    "fault_of_quantised",
+    "hooked",
+    "known_kind",
+    "obstacle_of",
+    "quantised_present",
+    "quantised_route",
+]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -63,11 +70,12 @@ def obstacle_of(layer: Any, names: list[str]) -> str | None:
     if reason is None:
         device = device_of(layer)
         for name in names:
-            reason = reason or _adapter_obstacle(layer, name, device)
+            reason = reason or adapter_obstacle(layer, name, device)
     return reason
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
+    """Whether anything beside its forward runs at its call."""
     # offloading replaces the bound method
     return "forward" in module.__dict__ or any(getattr(module, kind) for kind in _HOOKS)
 
@@ -81,10 +89,11 @@ def _base_obstacle(layer: Any) -> str | None:
     kind = kind_of(base)
     if kind is None:
         return f"the base layer is {type(base).__name__}, which hirank does not know"
-    return "the base layer has hooks" if _hooked(base) else kind.obstacle(base)
+    return "the base layer has hooks" if hooked(base) else kind.obstacle(base)
 
 
-def _adapter_obstacle(layer: Any, name: str, device: torch.device) -> str | None:
+def adapter_obstacle(layer: Any, name: str, device: torch.device) -> str | None:
+    """Why one adapter is left to PEFT, whatever the base; `device`: that of the base weight."""
     variant = layer.lora_variant.get(name)
     if variant is not None and type(variant) is not peft_variants.DoraLinearVariant:
         return f"adapter {name!r} is of kind {type(variant).__name__}"
@@ -94,9 +103,9 @@ def _adapter_obstacle(layer: Any, name: str, device: torch.device) -> str | None
         return f"the scaling of adapter {name!r} is a tensor"
     A, B = layer.lora_A[name], layer.lora_B[name]
     modules = [A, B, *([layer.lora_magnitude_vector[name]] if variant is not None else [])]
-    if type(A) is not nn.Linear or type(B) is not nn.Linear or any(map(_hooked, modules)):
+    if type(A) is not nn.Linear or type(B) is not nn.Linear or any(map(hooked, modules)):
         return f"lora_A or lora_B of adapter {name!r} is not a plain module without hooks"
-    if _hooked(layer.lora_dropout[name]):
+    if hooked(layer.lora_dropout[name]):
         return f"the dropout of adapter {name!r} has hooks"
     if not all(_plain(module.weight) for module in modules):
         return f"adapter {name!r} is sharded"
