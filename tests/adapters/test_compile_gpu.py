@@ -111,6 +111,38 @@ def infer(call, x):
         return call(x).clone()
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+def test_a_new_scale_does_not_compile_anew(half, dropout):
+    model = perturb(wrap(Lin(SIZE, 2 * SIZE).cuda(), lora_dropout=dropout)).train()
+    model = model.bfloat16() if half else model
+    run = torch.compile(model, fullgraph=True)
+    x = torch.randn(8, SIZE, device="cuda", dtype=torch.bfloat16 if half else torch.float32)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    for scale in (2.0, 0.3, 1.7):
+        layer_of(model).set_scale("default", scale)
+        if dropout:  # the compiler draws other masks
+            assert run(x).isfinite().all()
+            continue
+        outputs = run(x), model(x)
+        grads = [torch.autograd.grad(y.float().square().sum(), weights) for y in outputs]
+        torch.testing.assert_close(*outputs, rtol=1e-2 if half else 1e-5, atol=1e-4)
+        torch.testing.assert_close(*grads, rtol=2e-2 if half else 1e-4, atol=1e-2 if half else 1e-3)
+
+
+def test_reduce_overhead_follows_a_new_scale_by_compiling_anew():
+    model = perturb(wrap(Lin(SIZE, 2 * SIZE).cuda())).eval()
+    run = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    x = torch.randn(8, SIZE, device="cuda")
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for scale in (2.0, 0.3, 1.7):
+            layer_of(model).set_scale("default", scale)
+            for _ in range(4):  # warm, record, play
+                torch.compiler.cudagraph_mark_step_begin()
+                found = infer(run, x)
+            torch.testing.assert_close(found, infer(model, x), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 def test_d55_reduce_overhead_follows_every_change(half):
     model = perturb(wrap(Lin(SIZE, 2 * SIZE).cuda())).eval()
