@@ -14,6 +14,7 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "hirank"
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
+    "quiet": set(),
     "testing": {"kernels"},
     "kernels": set(),
     "adapters": {"kernels"},
@@ -45,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     # The public API gathers layers and optimisers; what needs an extra is imported by its own name.
     "__init__": {"adapters", "doctor", "optim"},
 }
-OPEN_TO_ALL = {"errors", "files", "__version__"}
+OPEN_TO_ALL = {"errors", "files", "quiet", "__version__"}
 
 # Seconds to import, and each needed by a part only.
 HEAVY = ("bitsandbytes", "datasets", "fastapi", "gguf", "pandas", "plotly", "pydantic", "trl")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from hirank.errors import HirankError
+from hirank.quiet import unheard
 
 __all__ = ["BAD_INPUT", "FOUND", "INTERRUPTED", "Set", "console", "told"]
 
@@ -23,12 +24,16 @@ Set = Annotated[
 
 
 def told(command: Callable[Args, None]) -> Callable[Args, None]:
-    """Bad input and interruption end a command with a sentence and their exit code."""
+    """Bad input and interruption end a command with a sentence and their exit code.
+
+    Meanwhile libraries keep to themselves what is no error.
+    """
 
     @functools.wraps(command)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> None:
         try:
-            command(*args, **kwargs)
+            with unheard():
+                command(*args, **kwargs)
         except HirankError as error:
             print(error, file=sys.stderr)
             raise typer.Exit(BAD_INPUT) from None

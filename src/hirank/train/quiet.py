@@ -5,11 +5,12 @@ Warnings of hirank itself are shown, each as one line.
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from hirank.quiet import import_unheard, unheard
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,24 +23,15 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-CHATTY = ("accelerate", "datasets", "huggingface_hub", "peft", "torch", "transformers", "trl")
-
-
 @contextmanager
 def quiet(console: Console) -> Iterator[None]:
     """Show hirank's warnings on `console`, and of the libraries below it only errors."""
-    levels = {name: logging.getLogger(name).level for name in CHATTY}
-    with warnings.catch_warnings():
+    with unheard(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"hirank(\.|$)")
         warnings.showwarning = lambda text, *rest: say(console, f"Warning: {text}", "yellow")
-        for name in CHATTY:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+        import_unheard("peft")  # and so the libraries for few bits that are installed
+        yield
 
 
 def without_bars() -> None:
