@@ -168,6 +168,7 @@ def _adam_kernel(
     correct_1, correct_2, seed_1, seed_2, seed_3, seed_4, start,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # A division takes the unit for roots and reciprocals, and of those the kernel would be bound.
     o_block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_n = o_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask, blocks = o_n < n, o_block * BLOCK < n
@@ -176,13 +177,13 @@ def _adam_kernel(
     b_g = tl.load(grad + o_n, mask=mask, other=0.0).to(tl.float32)
 
     old_1 = tl.load(first + o_n, mask=mask, other=0)
-    code_1 = old_1.to(tl.float32) / 127
+    code_1 = old_1.to(tl.float32) * (1 / 127)
     max_1 = tl.load(first_max + o_block, mask=blocks, other=0.0)
     b_m = code_1 * tl.abs(code_1) * max_1[:, None]
     b_m = tl.where(mask, b_m + rest_1 * (b_g - b_m), 0.0)
 
     old_2 = tl.load(second + o_n, mask=mask, other=0)
-    code_2 = old_2.to(tl.float32) / 255
+    code_2 = old_2.to(tl.float32) * (1 / 255)
     max_2 = tl.load(second_max + o_block, mask=blocks, other=0.0)
     b_v = code_2 * code_2 * code_2 * code_2 * max_2[:, None]
     b_v = tl.where(mask, b_v * beta2 + rest_2 * b_g * b_g, 0.0)
@@ -190,9 +191,9 @@ def _adam_kernel(
     new_1 = tl.max(tl.abs(b_m), axis=1)
     size = tl.abs(b_m) / tl.where(new_1 > 0, new_1, 1.0)[:, None]
     floor = tl.minimum(tl.floor(tl.sqrt(size) * 127), 127.0)
-    below, above = floor / 127, (floor + 1) / 127
+    below, above = floor * (1 / 127), (floor + 1) * (1 / 127)
     below, above = below * below, above * above
-    up = (size - below) / (above - below) > uniform(place, seed_1, seed_2)
+    up = size - below > (above - below) * uniform(place, seed_1, seed_2)
     floor = tl.minimum(tl.where(up, floor + 1, floor), 127.0)
     floor = tl.where(b_m < 0, -floor, floor)
     tl.store(first + o_n, tl.where(b_ok, floor.to(tl.int8), old_1), mask=mask)
@@ -201,16 +202,16 @@ def _adam_kernel(
     new_2 = tl.max(b_v, axis=1)
     size = b_v / tl.where(new_2 > 0, new_2, 1.0)[:, None]
     floor = tl.minimum(tl.floor(tl.sqrt(tl.sqrt(size)) * 255), 255.0)
-    below, above = floor / 255, (floor + 1) / 255
+    below, above = floor * (1 / 255), (floor + 1) * (1 / 255)
     below, above = below * below, above * above
     below, above = below * below, above * above
-    up = (size - below) / (above - below) > uniform(place, seed_3, seed_4)
+    up = size - below > (above - below) * uniform(place, seed_3, seed_4)
     floor = tl.minimum(tl.where(up, floor + 1, floor), 255.0)
     floor = tl.where(size > 0, tl.maximum(floor, 1.0), floor)
     tl.store(second + o_n, tl.where(b_ok, floor.to(tl.uint8), old_2), mask=mask)
     tl.store(second_max + o_block, tl.where(b_ok, new_2, max_2), mask=blocks)
 
-    direction = b_m / correct_1 / (tl.sqrt(b_v) / correct_2 + eps)
+    direction = b_m * correct_1 / (tl.sqrt(b_v) * correct_2 + eps)
     tl.store(out + o_n, tl.where(b_ok, direction, 0.0), mask=mask)
 
 
@@ -333,9 +334,9 @@ def adam_int8_(
 
 
 def _coefficients(adam: Adam) -> tuple[float, ...]:
-    """What the kernel multiplies and divides by, in fp64 until then: 1 - 0.999 is off in fp32."""
+    """What the kernel multiplies by, in fp64 until then: 1 - 0.999 is off in fp32."""
     b1, b2, age = adam.beta1, adam.beta2, adam.age
-    rest = (float(adam.eps), 1.0 - b1**age, (1.0 - b2**age) ** 0.5)
+    rest = (float(adam.eps), 1.0 / (1.0 - b1**age), (1.0 - b2**age) ** -0.5)
     return (float(b1), 1.0 - b1, float(b2), 1.0 - b2, *rest)
 
 
