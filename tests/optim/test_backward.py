@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hirank import Apollo, ApolloMini, Fira, GaLoreAdamW, HirankError, QGaLoreAdamW
 from hirank.kernels.galore_step import Blocks, Move
+from hirank.optim import rules
 from hirank.optim import weights as optim_weights
 from hirank.optim.weights import Int8Weight
 from optim.toys import data, everything, grads, loss, mlp, parameter, run_batches, same, weights
@@ -447,6 +448,24 @@ def test_a_gradient_that_is_not_projected_is_let_go_with_its_step():
     assert live.live < layers[0].weight.nbytes
     optimizer.step()
     assert engine.grad_norm > 0
+
+
+@pytest.mark.parametrize("side", [(256, 512), (512, 256)], ids=str)
+def test_a_gradient_is_gone_before_its_weight_moves(side: tuple[int, int], monkeypatch):
+    """Both at once would be the peak of a step: the change of a weight is as large in fp32."""
+    layer = nn.Linear(*side, bias=False)
+    optimizer = GaLoreAdamW(layer, rank=4)
+    optimizer.step_in_backward()
+    x = torch.randn(3, side[0])
+    layer(x).square().sum().backward()
+    optimizer.step()
+    real, alive = rules.apply_reduced, []
+    with LiveBytes() as live:
+        monkeypatch.setattr(
+            rules, "apply_reduced", lambda *a: (alive.append(live.live), real(*a))[1]
+        )
+        layer(x).square().sum().backward()
+    assert len(alive) == 1 and alive[0] < layer.weight.nbytes
 
 
 @pytest.mark.parametrize("cls", [GaLoreAdamW, QGaLoreAdamW])

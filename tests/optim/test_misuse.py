@@ -317,3 +317,16 @@ def test_a_schedule_that_moves_betas_too():
         schedule.step()
         seen.add(optimizer.hyper_of(model[0].weight).betas)
     assert len(seen) == 4
+
+
+def test_a_learning_rate_in_a_tensor_may_change_in_place():
+    model = mlp()
+    optimizer = GaLoreAdamW(model, rank=4, lr=0.1)
+    rate = torch.tensor(0.1)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    run_batches(optimizer, model, [data()])
+    rate.zero_()
+    before = weights(model)
+    run_batches(optimizer, model, [data(seed=2)])
+    assert torch.equal(weights(model), before)
