@@ -7,21 +7,25 @@ gradients are made on the way, as trainers' fused losses do. Every arm has it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hirank.optim.away import kept_on_host
 
 __all__ = ["CHUNK", "next_token_loss"]
 
 CHUNK = 256
 
 
-def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
+def next_token_loss(model: nn.Module, ids: Tensor, *, offload: bool = False) -> Tensor:
     """Mean cross-entropy of the next token over ids [rows, seq]; `model` is a causal LM with a head
-    without bias."""
+    without bias. `offload`: what its decoder keeps waits on the host."""
     whole: Any = model
-    hidden = whole.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    with kept_on_host() if offload else nullcontext():
+        hidden = whole.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     head = whole.get_output_embeddings().weight
     before = hidden[:, :-1].reshape(-1, hidden.shape[-1])
     loss: Tensor = _HeadLoss.apply(before, head, ids[:, 1:].reshape(-1))  # type: ignore[no-untyped-call]

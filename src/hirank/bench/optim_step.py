@@ -6,6 +6,7 @@
     hirank-galore      GaLore, int8 moments, bf16 bases, stepping in backward
     hirank-galore-int4 the same with bases in 4 bits
     hirank-qgalore     Q-GaLore, stepping in backward
+    ...-offload        while the inputs of checkpointed blocks wait on the host (`optim/away.py`)
 
 Arms come one after the other, each with a model of its own, so that nothing of another is in its
 peak. Every arm is first held against the formulas in fp64 (`optim_gate`); one that is off, or whose
@@ -86,6 +87,8 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "hirank-galore": _galore,
     "hirank-galore-int4": partial(_galore, basis_store="int4"),
     "hirank-qgalore": _qgalore,
+    "hirank-galore-offload": _galore,
+    "hirank-qgalore-offload": _qgalore,
 }
 ARMS = tuple(_MAKERS)
 
@@ -108,6 +111,7 @@ class _Arm:
     model: nn.Module
     optimizer: Any
     ids: Tensor
+    offload: bool = False
     peaks: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
@@ -126,7 +130,8 @@ class _Arm:
 
     def step(self) -> None:
         """Forward, backward and the optimiser."""
-        next_token_loss(self.model, self.ids).backward()  # type: ignore[no-untyped-call]
+        loss = next_token_loss(self.model, self.ids, offload=self.offload)
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -208,7 +213,7 @@ def _run(name: str, settings: Optim, session: Session) -> _Arm:
     vocab: int = model.config.vocab_size  # type: ignore[union-attr,assignment]
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab, (settings.batch, settings.seq), generator=draw)
-    arm = _Arm(model, optimizer, ids.to(session.device))
+    arm = _Arm(model, optimizer, ids.to(session.device), name.endswith("-offload"))
     arm.timed("first")
     for _ in range(session.warmup):
         arm.step()
