@@ -33,9 +33,11 @@ from hirank.adapters.four_bits import (
     weight_4bit,
 )
 from hirank.errors import HirankError
+from hirank.kernels._triton import direct, interpreting
 from hirank.kernels.dora_norm import CHUNK_BYTES, row_square_sum
+from hirank.kernels.nf4 import Nf4, dequantize_nf4, reads_nf4
 
-__all__ = ["Kind", "Packed", "is_registered", "kind_of", "register_quantised_linear"]
+__all__ = ["Kind", "Packed", "is_registered", "kind_of", "register_quantised_linear", "weight_of"]
 
 
 class Kind(NamedTuple):
@@ -84,8 +86,7 @@ class Packed:
 
     def fresh(self) -> Tensor:
         """The same, not kept."""
-        with torch.no_grad():
-            return self.kind.weight(self.layer, self.dtype)
+        return weight_of(self.kind, self.layer, self.dtype)
 
     def square_sum(self) -> Tensor:
         """||W||^2 per row, [N]."""
@@ -112,6 +113,14 @@ class Packed:
         return nn.functional.linear(x, self.weight(), bias)
 
 
+def weight_of(kind: Kind, layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] in that dtype, without gradient."""
+    if not torch.is_grad_enabled():  # as inside a node of autograd
+        return kind.weight(layer, dtype)
+    with torch.no_grad():
+        return kind.weight(layer, dtype)
+
+
 _registered: dict[type, Kind] = {}
 
 
@@ -122,12 +131,14 @@ def is_registered(layer: nn.Module) -> bool:
 
 def kind_of(layer: nn.Module) -> Kind | None:
     """What is known about the class of a layer; None for all that is not quantised, or unknown."""
-    for cls in type(layer).__mro__:
-        if cls in _registered:
-            return _registered[cls]
-    if type(layer) is nn.Linear:
+    cls = type(layer)
+    if _registered:
+        for above in cls.__mro__:
+            if above in _registered:
+                return _registered[above]
+    if cls is nn.Linear:
         return _TORCHAO if _is_torchao(layer.weight) else None
-    return _KNOWN.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
+    return _KNOWN.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def register_quantised_linear(
@@ -301,9 +312,25 @@ def _kind(**parts: Any) -> Kind:
     return Kind(**(usual | parts))
 
 
+def _weight_4bit(layer: Any, dtype: torch.dtype) -> Tensor:
+    """In one launch where the kernel reads it; the bits are bitsandbytes' own."""
+    state, shape = state_4bit(layer), (layer.out_features, layer.in_features)
+    if dtype in FLOATS[1:] and state.quant_type == "nf4":
+        given = _nf4(layer.weight.data, state)
+        if (direct(given.data) or interpreting()) and reads_nf4(given, shape):
+            return dequantize_nf4(given, shape, dtype)
+    return weight_4bit(layer, dtype)
+
+
+def _nf4(data: Tensor, state: Any) -> Nf4:
+    two = state.state2
+    nested = (two.absmax, two.code, state.offset, two.blocksize) if state.nested else None
+    return Nf4(data, state.absmax, state.code, state.blocksize, nested)
+
+
 _4BIT = _kind(
     name="Linear4bit",
-    weight=weight_4bit,
+    weight=_weight_4bit,
     dtypes=dtypes_4bit,
     stored=stored_4bit,
     norm_dtype=lambda layer: layer.compute_dtype or state_4bit(layer).dtype,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp import is_autocast_available
 from torch.nn import functional as F
 
-from hirank.adapters.dequantise import Packed
+from hirank.adapters.dequantise import Packed, weight_of
 from hirank.adapters.groups import version
 from hirank.adapters.quantised_norms import QuantisedNorms
 from hirank.kernels.dora_compose import dora_compose
@@ -53,9 +53,18 @@ class QuantisedAdapter(NamedTuple):
         return self.norms.norm(packed, self.lora_A, self.lora_B, self.scale)
 
 
+_AS_IT_IS = nullcontext()
+# asked now: no call need ask again
+_AUTOCAST = {kind: is_autocast_available(kind) for kind in ("cuda", "cpu", "xpu")}
+
+
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     kind = x.device.type  # the meta device knows no autocast
-    return torch.autocast(kind, enabled=False) if is_autocast_available(kind) else nullcontext()
+    available = _AUTOCAST.get(kind)
+    if available is None:
+        available = is_autocast_available(kind)
+    is_on = available and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if is_on else _AS_IT_IS
 
 
 class _Base:
@@ -70,7 +79,7 @@ class _Base:
     def _scales(self) -> list[tuple[Tensor, int]]:
         """What is new when a weight is quantised anew. Not the weight: FSDP gathers it again."""
         _, *scales = self._kind.stored(self._layer)
-        kept = [t for t in scales if not isinstance(t, torch.nn.Parameter)]
+        kept = [t for t in scales if type(t) is Tensor or not isinstance(t, torch.nn.Parameter)]
         return [(tensor, version(tensor)) for tensor in kept]
 
     def weight(self) -> Tensor:
@@ -84,9 +93,7 @@ class _Base:
                 "operation between its forward and its backward pass: merge, unmerge or load "
                 "after backward."
             )
-        with torch.no_grad():
-            weight: Tensor = self._kind.weight(self._layer, self._dtype)
-        return weight
+        return weight_of(self._kind, self._layer, self._dtype)
 
 
 class _OwnedQuantised(torch.autograd.Function):
@@ -119,6 +126,10 @@ class _OwnedQuantised(torch.autograd.Function):
         with _without_autocast(x):
             grads = _backward(ctx, dys[0], x, h, y)
         return *grads, None, None, None, None
+
+
+# without the look for functorch's wrappers that PyTorch takes at every argument of every call
+_apply: Any = super(torch.autograd.Function, _OwnedQuantised).apply
 
 
 def _backward(ctx: Any, dy: Tensor, x: Tensor, h: Tensor, y: Tensor | None) -> Sequence[Any]:
@@ -168,7 +179,9 @@ def owned_quantised(
         gain_pass = gain_pass_for(backend, x, B.shape[0])
         operands = x, A, B, magnitude, bias, packed, norm, scale, gain_pass
         if torch.is_grad_enabled():
-            y: Tensor = _OwnedQuantised.apply(*operands)  # type: ignore[no-untyped-call]
+            wrapped = torch._C._are_functorch_transforms_active()
+            apply: Any = _OwnedQuantised.apply if wrapped else _apply
+            y: Tensor = apply(*operands)
         else:
             y = forward_parts(*operands)[0]
         return y.to(packed.out_dtype)

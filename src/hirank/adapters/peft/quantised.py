@@ -69,9 +69,11 @@ class QuantisedLayer(MixedBatches):
         if args or kwargs:  # adapter_names, aLoRA offsets, or a base layer with more arguments
             return self._by_peft(x, *args, **kwargs)
         try:
-            if torch.compiler.is_compiling() and _is_left_to_peft(self):
+            if not torch.compiler.is_compiling():
+                return _computed(self, x)
+            if _is_left_to_peft(self):
                 return self._by_peft(x)
-            y = _in_one_graph(self, x) if torch.compiler.is_compiling() else None
+            y = _in_one_graph(self, x)
             return cast(Tensor, _outside_graphs(self, x)) if y is None else y
         except (ValueError, RuntimeError, IndexError) as error:
             fault = fault_of_quantised(self, x)
@@ -233,11 +235,15 @@ def _adapters(layer: Any, names: list[str]) -> list[QuantisedAdapter]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _outside_graphs(layer: Any, x: Tensor) -> Tensor:
-    known = _known(layer)
+    return _computed(layer, x)
+
+
+def _computed(layer: Any, x: Tensor) -> Tensor:
+    kind, known = known_kind(layer), _known(layer)
     if known.tier == "peft":
         y: Tensor = layer._by_peft(x)
         return y
-    packed = Packed(known.base, known_kind(layer), x)
+    packed = Packed(known.base, kind, x)
     if known.tier == "owned":
         return owned_quantised(x, packed, known.adapters[0], known.backend)
     return composed_quantised(x, packed, known.adapters, known.backend)
