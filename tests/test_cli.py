@@ -123,7 +123,16 @@ def test_a_terminal_sees_only_our_words(config):
     shown = subprocess.run(words, capture_output=True, text=True, check=True, env=env)
     assert shown.stderr == ""
     starts = ("12 rows", "loading", "4,608", "step", "Finished", "Held-out", "Exact", "Weights")
-    starts += ("plan: ", "Try it", "Report", "Sample: ", "  expected", "  before", "  after")
+    starts += (
+        "answering ",
+        "plan: ",
+        "Try it",
+        "Report",
+        "Sample: ",
+        "  expected",
+        "  before",
+        "  after",
+    )
     assert [line for line in shown.stdout.splitlines() if not line.startswith(starts)] == []
 
 

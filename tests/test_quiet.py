@@ -33,6 +33,18 @@ def test_what_an_import_prints_is_not_shown(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_library_that_sets_its_own_level_when_imported_is_quiet_all_the_same(
+    tmp_path, monkeypatch
+):
+    """As the Hub's client does, which then tells of each retry."""
+    code = "import logging\nlogging.getLogger('huggingface_hub').setLevel(logging.WARNING)\n"
+    (tmp_path / "levelled.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with unheard():
+        import_unheard("levelled")
+        assert logging.getLogger("huggingface_hub").level == logging.ERROR
+
+
 def test_an_import_that_fails_is_not_hidden():
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         import_unheard("no_such_library")

@@ -33,6 +33,14 @@ def test_a_padded_batch_answers_as_single_prompts_do():
     assert len(set(single)) > 1
 
 
+def test_what_is_done_is_told_before_each_batch():
+    told = []
+    model, tokenizer = tiny_llama(), tiny_tokenizer()
+    settings = {"max_new_tokens": 1, "batch_size": 2}
+    generate(model, tokenizer, PROMPTS, told=lambda *counts: told.append(counts), **settings)
+    assert told == [(0, 3), (2, 3)]
+
+
 def test_generation_equals_the_plain_argmax_loop():
     model, tokenizer = tiny_llama().eval(), tiny_tokenizer()
     ids = tokenizer.encode(PROMPTS[0], return_tensors="pt")

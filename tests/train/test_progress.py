@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from helpers import tiny_llama
-from hirank.train.progress import Memory, ProgressCallback, RunLog, read_log
+from hirank.train.progress import Answering, Memory, ProgressCallback, RunLog, read_log
 
 ROWS = [{"input_ids": [5, 6, 7, 8], "attention_mask": [1, 1, 1, 0]}] * 8
 
@@ -159,6 +159,20 @@ def test_exact_match_is_taken_from_the_metrics(tmp_path: Path) -> None:
     (event,) = read_log(tmp_path / "log.jsonl")
     assert event["exact_match"] == 0.625 and event["n"] == 8 and "eval_runtime" not in event
     assert "exact match 62.5 %" in text_of(console)
+
+
+def test_answering_is_told_at_once_and_then_not_too_often() -> None:
+    said: list[str] = []
+    seconds = iter((0.0, 4.0, 11.0, 12.0, 40.0))
+    answering = Answering(said.append, clock=lambda: next(seconds))
+    for done in (0, 1000, 2000, 3000):
+        answering(done, 4000)
+    answering(0, 2)  # another exam
+    assert said == [
+        "answering 4,000 questions",
+        "answering 4,000 questions, 2,000 done",
+        "answering 2 questions",
+    ]
 
 
 def test_memory_of_this_process_never_falls_below_its_peak() -> None:

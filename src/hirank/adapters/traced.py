@@ -97,12 +97,6 @@ class TracedNorms:
         found: Tensor = _norm_alone(weight.detach(), lora_A.detach(), B, self._live, scale, dtype)
         return found
 
-    def at_hand(
-        self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
-    ) -> tuple[Tensor, None]:
-        """As `norm`; no casts are kept for a graph."""
-        return self.norm(weight, lora_A, lora_B, scale, dtype), None
-
 
 def with_live_scale(adapter: Adapter, live: Tensor) -> Adapter:
     """The adapter with a scale of 1, its own, which is no constant of the graph, taken into B."""

@@ -8,7 +8,7 @@ measuring in it learns the same.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EvalConfig",
     "Question",
+    "Told",
     "exact_match",
     "generate",
     "greedy",
@@ -117,6 +118,10 @@ def exact_match(outputs: Sequence[str], asked: Sequence[Question]) -> float:
 # Generation.
 
 
+Told = Callable[[int, int], None]
+"""Is told of how many answers there are, and of how many there will be."""
+
+
 def generate(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -124,15 +129,19 @@ def generate(
     *,
     max_new_tokens: int,
     batch_size: int,
+    told: Told | None = None,
 ) -> list[str]:
     """Greedy answers to rendered prompts, in their order. Special tokens are left out.
 
-    Prompts of similar length share a batch, so that little is spent on padding.
+    Prompts of similar length share a batch, so that little is spent on padding. `told` hears how
+    many there are before each batch.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers: dict[int, str] = {}
     with undisturbed(model):
         for start in range(0, len(order), batch_size):
+            if told is not None:
+                told(start, len(order))
             batch = order[start : start + batch_size]
             texts = _generate_batch(model, tokenizer, [prompts[i] for i in batch], max_new_tokens)
             answers.update(zip(batch, texts, strict=True))

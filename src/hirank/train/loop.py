@@ -208,6 +208,7 @@ class _Run:
         )
 
     def _exam(self) -> Exam:
+        from hirank.train.progress import Answering
         from hirank.train.trainer import Exam
 
         settings = self.config.eval
@@ -217,6 +218,7 @@ class _Run:
             max_new_tokens=settings.max_new_tokens,
             scored_every_time=settings.exact_match_every_eval,
             scored_at_ends=settings.exact_match or settings.exact_match_every_eval,
+            told=Answering(self._say),
         )
 
     def _settings(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from transformers.trainer_utils import has_length
 from hirank.page.units import bytes_text, duration_text, percent_text
 from hirank.train.runlog import Event, RunLog, read_log
 
-__all__ = ["Memory", "ProgressCallback", "RunLog", "read_log"]
+__all__ = ["Answering", "Memory", "ProgressCallback", "RunLog", "read_log"]
 
 
 # Memory.
@@ -232,6 +232,26 @@ class ProgressCallback(TrainerCallback):
 
 
 # What people see.
+
+
+class Answering:
+    """Says that questions are being answered, and after a while how many are."""
+
+    def __init__(
+        self, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._say, self._clock = say, clock
+        self._said = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = self._clock()
+        if done and now - self._said < _PATIENCE:
+            return
+        self._said = now
+        self._say(f"answering {total:,} questions" + (f", {done:,} done" if done else ""))
+
+
+_PATIENCE = 10.0  # seconds without a word
 
 
 class _Bar:

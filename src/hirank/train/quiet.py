@@ -30,7 +30,7 @@ def quiet(console: Console) -> Iterator[None]:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"hirank(\.|$)")
         warnings.showwarning = lambda text, *rest: say(console, f"Warning: {text}", "yellow")
-        import_unheard("peft")  # and so the libraries for few bits that are installed
+        import_unheard("peft")  # and so what talks at import, or sets its own level there
         yield
 
 

@@ -31,7 +31,7 @@ from hirank.optim.backward import StepInBackward
 from hirank.optim.optimizer import LowRankAdamW
 from hirank.train import lowrank
 from hirank.train.checkpoint import rotate, seal, step_dir
-from hirank.train.evaluate import Question, exact_match, generate, undisturbed
+from hirank.train.evaluate import Question, Told, exact_match, generate, undisturbed
 from hirank.train.interrupt import Interrupt
 from hirank.train.runlog import RunLog
 
@@ -57,6 +57,7 @@ class Exam:
     max_new_tokens: int
     scored_every_time: bool = False
     scored_at_ends: bool = False
+    told: Told | None = None
     _step: int = -1
     _answers: list[str] = field(default_factory=list)
 
@@ -72,6 +73,7 @@ class Exam:
                 prompts,
                 max_new_tokens=self.max_new_tokens,
                 batch_size=self.batch_size,
+                told=self.told,
             )
             self._step = step
         return self._answers[:count]
