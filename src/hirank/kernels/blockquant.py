@@ -126,7 +126,7 @@ def dequantize_affine_ref(
 
 @jit
 def _widen_kernel(
-    out, codes, scale, low, n, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    out, codes, scale, low, n, pairs, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     o_block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_n = o_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -136,8 +136,10 @@ def _widen_kernel(
     if BITS == 8:
         b_code = tl.load(codes + o_n, mask=mask, other=0).to(tl.float32)
     else:
-        b_pair = tl.load(codes + o_n // 2, mask=mask, other=0).to(tl.int32)
-        b_code = ((b_pair >> ((o_n % 2) * 4).to(tl.int32)) & 15).to(tl.float32)
+        HALF: tl.constexpr = BLOCK // 2  # a byte is read once, not once for each of its codes
+        o_pair = o_block[:, None] * HALF + tl.arange(0, HALF)[None, :]
+        b_pair = tl.load(codes + o_pair, mask=o_pair < pairs, other=0)
+        b_code = tl.interleave(b_pair & 15, b_pair >> 4).to(tl.float32)
     tl.store(out + o_n, (b_low + b_code * b_scale).to(out.dtype.element_ty), mask=mask)
 
 
@@ -154,7 +156,7 @@ def dequantize_affine(
         return dequantize_affine_ref(codes, scale, low, n, bits, dtype)
     out = torch.empty(n, dtype=dtype, device=codes.device)
     grid = (-(-n // (_WIDEN_ROWS * BLOCK)), 1, 1)  # triton.cdiv takes some microseconds
-    _widen(grid, (out, codes, scale, low), (n,), (bits, _WIDEN_ROWS, BLOCK))
+    _widen(grid, (out, codes, scale, low), (n, (n + 1) // 2), (bits, _WIDEN_ROWS, BLOCK))
     return out
 
 
