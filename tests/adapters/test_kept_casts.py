@@ -18,10 +18,10 @@ needs_kernels = pytest.mark.skipif(
 CLOSE = 2.0**-8  # in bf16
 
 
-def chosen(sizes, room, monkeypatch, dtype=torch.bfloat16, held=torch.float32):
+def chosen(sizes, room, monkeypatch, dtype=torch.bfloat16, held=torch.float32, scale=2.0):
     monkeypatch.setattr(kept_casts, "allowance", lambda weights: room)
     layers = [
-        (torch.zeros(n, k), torch.zeros(r, k, dtype=held), torch.zeros(n, r, dtype=held))
+        (torch.zeros(n, k), torch.zeros(r, k, dtype=held), torch.zeros(n, r, dtype=held), scale)
         for n, k, r in sizes
     ]
     return kept_casts.kept_casts(layers, dtype)
@@ -54,6 +54,11 @@ def test_only_fp32_adapters_under_bf16_are_kept(dtype, held, monkeypatch):
     assert chosen([(32, 32, 8)], 2**20, monkeypatch, dtype, held) == [None]
 
 
+@pytest.mark.parametrize(("scale", "factor"), [(2, 2), (-0.25, -0.25), (3.0, 1), (0.0, 1)])
+def test_a_power_of_two_is_in_the_cast(scale, factor, monkeypatch):
+    assert chosen([(32, 32, 8)], 2**20, monkeypatch, scale=scale)[0].factor == factor
+
+
 def test_without_memory_nothing_is_kept(monkeypatch):
     def refuse(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -70,7 +75,7 @@ def generous(monkeypatch):
 
 def make():
     torch.manual_seed(0)
-    model = perturb(wrap(Lin(64, 48).bfloat16().to(DEVICE), r=8))
+    model = perturb(wrap(Lin(64, 48).bfloat16().to(DEVICE), r=8, lora_alpha=16))
     assert layer_of(model).lora_A["default"].weight.dtype == torch.float32
     return model
 
@@ -116,7 +121,8 @@ def test_d12_outputs_and_gradients_are_those_without_kept_casts(monkeypatch):
     assert_same(outcome(model, x), without_kept(model, x, monkeypatch))
     layer = layer_of(model)
     cast = cast_in_use(layer)
-    for kept, whole in ((cast.A, layer.lora_A), (cast.B, layer.lora_B)):
+    assert cast.factor == layer.scaling["default"] == 2
+    for kept, whole in ((cast.A / 2, layer.lora_A), (cast.B, layer.lora_B)):
         assert torch.equal(kept.float(), rounded(whole["default"].weight.detach()))
 
 
@@ -127,7 +133,9 @@ CHANGES = {
         layer.lora_A["default"].weight, "data", layer.lora_A["default"].weight.data * 1.5
     ),
     "in place": lambda layer: torch.nn.init.normal_(layer.lora_B["default"].weight),
-    "set_scale": lambda layer: layer.set_scale("default", 0.37),
+    "scale 0.5": lambda layer: layer.set_scale("default", 0.5),
+    "scale 0.37": lambda layer: layer.set_scale("default", 0.37),
+    "scale 0": lambda layer: layer.set_scale("default", 0),
     "new module": lambda layer: layer.lora_A.update(
         {"default": torch.nn.Linear(64, 8, bias=False, device=DEVICE)}
     ),

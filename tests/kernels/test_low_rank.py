@@ -5,8 +5,9 @@ import threading
 import pytest
 import torch
 
-from hirank.kernels import _low_rank, _operands
+from hirank.kernels import _operands
 from hirank.kernels._low_rank import back_of, hidden_of, low_rank
+from hirank.kernels._operands import Cast, rides
 from hirank.kernels._triton import interpreting
 from hirank.testing import assert_within_budget
 
@@ -27,11 +28,12 @@ def formula(given, scale, dtype, compute):
     return {"delta": scale * (x @ A.T) @ B.T, "tB": scale * t @ B}
 
 
-def check(given, scale, compute):
-    h, B = hidden_of(given["x"], given["A"], given["B"], scale)
+def check(given, scale, compute, cast=None):
+    h, B = hidden_of(given["x"], given["A"], given["B"], scale, cast)
     delta = h @ B.T
-    tB, A = back_of(given["t"], given["A"], given["B"], scale)
-    assert torch.equal(A, given["A"].to(compute))
+    tB, A, owed = back_of(given["t"], given["A"], given["B"], scale, cast)
+    assert torch.equal(A, owed * given["A"].to(compute))
+    tB = owed * tB
     truth = formula(given, scale, torch.float64, compute)
     assert_within_budget(
         {"delta": delta, "tB": tB}, formula(given, scale, compute, compute), truth, compute
@@ -43,6 +45,14 @@ def check(given, scale, compute):
 @pytest.mark.parametrize("scale", SCALES)
 def test_products_within_budget(dtype, scale):
     check(draw(dtype), scale, dtype)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_kept_casts_within_budget(scale):
+    given = draw(torch.bfloat16)
+    A, B = given["A"].bfloat16(), given["B"].bfloat16()
+    factor = float(scale) if rides(scale) else 1.0
+    check(given, scale, torch.bfloat16, Cast(factor * A, factor * A.t(), B, factor))
 
 
 def as_on_a_gpu(monkeypatch):
@@ -72,7 +82,7 @@ def test_a_scale_on_the_cast_changes_no_bit(monkeypatch):
     as_on_a_gpu(monkeypatch)
     found = hidden_of(given["x"], A.float(), B.float(), 4.0)[0]
     assert torch.equal(found, expected)
-    assert not _low_rank._rides(3.0) and _low_rank._rides(-0.5)
+    assert rides(-0.5) and not any(map(rides, (3.0, 0.0, 2.0**40)))
 
 
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")

@@ -302,9 +302,9 @@ def test_a_refresh_never_waits_and_keeps_to_its_memory():
     assert made.computed.tolist() == [1, 2, 2] + [1] * 9
 
 
-def place_for(entry, dtype):
+def place_for(entry, dtype, factor):
     A, B = (torch.full_like(t, torch.nan, dtype=dtype) for t in (entry.lora_A, entry.lora_B))
-    return entry._replace(cast=Cast(A, A.t(), B))
+    return entry._replace(cast=Cast(A, A.t(), B, factor))
 
 
 def test_casts_are_written_where_they_are_kept_and_when_weights_change():
@@ -313,18 +313,19 @@ def test_casts_are_written_where_they_are_kept_and_when_weights_change():
     entries = make_entries((dtype, torch.float32), [*EVEN_SIZES, *SIZES, (40, 64, 16)])
     kept = (0, 1, 7)
     for i in kept:
-        entries[i] = place_for(entries[i], dtype)
+        entries[i] = place_for(entries[i], dtype, factor=4.0 if i else 1.0)
     made = make_table(entries, dtype)
     assert_right(entries, dtype)
     for i in kept:
-        assert torch.equal(entries[i].cast.A, cast(entries[i].lora_A, dtype).to(dtype))
-        assert torch.equal(entries[i].cast.B, cast(entries[i].lora_B, dtype).to(dtype))
+        kept_A, _, kept_B, factor = entries[i].cast
+        assert torch.equal(kept_A, factor * cast(entries[i].lora_A, dtype).to(dtype))
+        assert torch.equal(kept_B, cast(entries[i].lora_B, dtype).to(dtype))
     for i in kept:
         entries[i].cast.A.fill_(torch.nan)
     entries[7].lora_B.data[3, 1] += 1
     entries[4].lora_A.data[0, 0] += 1
     made.refresh()
     assert_right(entries, dtype)
-    assert torch.equal(entries[7].cast.A, cast(entries[7].lora_A, dtype).to(dtype))
+    assert torch.equal(entries[7].cast.A, 4 * cast(entries[7].lora_A, dtype).to(dtype))
     assert torch.equal(entries[7].cast.B, cast(entries[7].lora_B, dtype).to(dtype))
     assert all(entries[i].cast.A.isnan().all() for i in (0, 1))

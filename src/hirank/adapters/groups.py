@@ -336,7 +336,7 @@ class Group:
 
     def _with_casts(self, found: _Survey) -> _Survey:
         """The same with places for the casts, new ones: a graph may go on with the old."""
-        casts = kept_casts([entry[:3] for entry in found.entries], self._dtype)
+        casts = kept_casts([entry[:4] for entry in found.entries], self._dtype)
         for member, cast in zip(found.members, casts, strict=True):
             member.cast = cast
         entries = zip(found.entries, casts, strict=True)

@@ -7,7 +7,7 @@ they are as good as the norm is: the launch that notices a change writes them an
 
 Memory     at most `SHARE` of the adapted weights' own, smallest adapters first: that saves the most
            launches. Of 8B parameters in bf16, 14 GB of them adapted, rank 16 takes 87 MB; rank 384
-           would take 2.1 GB, and gets 1.4.
+           would take 2.1 GB, and gets 1.7.
 """
 
 from collections.abc import Sequence
@@ -15,25 +15,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hirank.kernels._operands import Cast
+from hirank.kernels._operands import Cast, rides
 
 __all__ = ["SHARE", "allowance", "kept_casts"]
 
-SHARE = 0.1
+SHARE = 0.125
 """Of the bytes of all adapted weights that kept casts may take."""
 _WHOLE = 8  # rows are multiples of so many elements, as a tensor descriptor takes them
 
 
 def kept_casts(
-    layers: Sequence[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype
+    layers: Sequence[tuple[Tensor, Tensor, Tensor, float]], dtype: torch.dtype
 ) -> list[Cast | None]:
-    """For each W [N, K], A [R, K] and B [N, R] of a model, the place of A and B cast to `dtype`.
+    """For each W [N, K], A [R, K], B [N, R] and s of a model, the place of A and B cast to `dtype`.
 
     None: not kept. The values are whatever lies there: the table writes them. Nothing is kept of
     adapters that are in `dtype` already, or where the memory cannot be had. All on one device.
     """
     room, chosen = allowance([weight for weight, *_ in layers]), list[int]()
-    factors = [(A, B) for _, A, B in layers]
+    factors = [(A, B) for _, A, B, _ in layers]
     for i in sorted(range(len(factors)), key=lambda i: _entries(factors[i])):
         room -= _entries(factors[i]) * dtype.itemsize
         if room < 0:
@@ -50,7 +50,8 @@ def kept_casts(
     places = iter(torch.split(all_of_them, [t.numel() for i in chosen for t in factors[i]]))
     for i in chosen:
         A, B = (next(places).view(t.shape) for t in factors[i])
-        casts[i] = Cast(A, A.t(), B)
+        scale = layers[i][3]
+        casts[i] = Cast(A, A.t(), B, float(scale) if rides(scale) else 1.0)
     return casts
 
 

@@ -1,8 +1,8 @@
 """The products of an adapted linear with its small factors: h = s x A^T forward, tB = s t B back.
 
-Where the caller has A and B in bf16 already (a `Cast` that it keeps), the scale is a factor of the
-GEMM. Where not, adapters in fp32 are cast at every call; a scale that is a power of two then rides
-on the cast, where it rounds nothing.
+In bf16, adapters in fp32 are cast at every call, unless the caller keeps a `Cast` of them. A scale
+that is a power of two rides on a cast, where it rounds nothing, as a plain product takes the host
+less time than one with a factor. Any other scale is a factor of the GEMM.
 
 In fp16 a large s could make h overflow: a power of two of it goes on B instead.
 """
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from hirank.kernels._operands import Cast, brief_cast, castable, operands
+from hirank.kernels._operands import Cast, brief_cast, castable, operands, rides
 
 __all__ = ["back_of", "hidden_of", "low_rank", "moved"]
 
@@ -41,26 +41,29 @@ def hidden_of(
 ) -> tuple[Tensor, Tensor]:
     """As `low_rank`, for A and B as they lie; B is good until the next call of this thread."""
     if cast is not None:
-        return _scaled_product(x, cast.A_t, scale), cast.B
+        return _scaled_product(x, cast.A_t, scale / cast.factor), cast.B
     if not _brief(x, lora_A, lora_B):
         return low_rank(x, *operands(lora_A, lora_B, x.dtype), scale)
-    factor = float(scale) if _rides(scale) else 1.0  # one kernel serves 2 and 2.0
+    factor = float(scale) if rides(scale) else 1.0  # one kernel serves 2 and 2.0
     cast = brief_cast(lora_A, lora_B, x.dtype, factor, 1.0)
     return _scaled_product(x, cast.A_t, scale / factor), cast.B
 
 
 def back_of(
     t: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, cast: Cast | None = None
-) -> tuple[Tensor, Tensor]:
-    """tB = s t B [M, R], and A; A is good until the next call of this thread."""
+) -> tuple[Tensor, Tensor, float]:
+    """tB [M, R], A and f, with s t B A = tB A and s t B = f tB.
+
+    A is good until the next call of this thread.
+    """
     if cast is not None:
-        return _scaled_product(t, cast.B, scale), cast.A
+        return _scaled_product(t, cast.B, scale / cast.factor), cast.A, cast.factor
     if not _brief(t, lora_A, lora_B):
         A, B = operands(lora_A, lora_B, t.dtype)
-        return _scaled_product(t, B, scale), A
-    factor = float(scale) if _rides(scale) else 1.0  # one kernel serves 2 and 2.0
+        return _scaled_product(t, B, scale), A, 1.0
+    factor = float(scale) if rides(scale) else 1.0  # one kernel serves 2 and 2.0
     cast = brief_cast(lora_A, lora_B, t.dtype, 1.0, factor)
-    return _scaled_product(t, cast.B, scale / factor), cast.A
+    return _scaled_product(t, cast.B, scale / factor), cast.A, 1.0
 
 
 def _brief(x: Tensor, lora_A: Tensor, lora_B: Tensor) -> bool:
@@ -70,11 +73,6 @@ def _brief(x: Tensor, lora_A: Tensor, lora_B: Tensor) -> bool:
         and lora_B.dtype == torch.float32
         and castable(lora_A, lora_B)
     )
-
-
-def _rides(scale: float) -> bool:
-    """Whether s can be multiplied into the casts without a rounding."""
-    return math.frexp(scale)[0] in (0.5, -0.5) and 2.0**-32 < abs(scale) < 2.0**32
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:

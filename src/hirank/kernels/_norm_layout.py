@@ -38,6 +38,11 @@ class NormEntry(NamedTuple):
     cast: Cast | None = None
     """Where A and B are kept as they multiply, written with the norm; rows of whole 16 bytes."""
 
+    @property
+    def factor(self) -> float:
+        """What A is multiplied by as it is packed."""
+        return 1.0 if self.cast is None else self.cast.factor
+
 
 class Group(NamedTuple):
     """Layers that share the scratch at one time: the programs that pack, then those that square."""

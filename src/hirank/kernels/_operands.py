@@ -7,6 +7,7 @@ adapters: `adapters/kept_casts` keeps as many as that is cheap for, and these ar
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from hirank.kernels._apart import lasting_bytes
 from hirank.kernels._triton import Launcher, direct, jit, tl
 
-__all__ = ["Cast", "brief_cast", "castable", "operands"]
+__all__ = ["Cast", "brief_cast", "castable", "operands", "rides"]
 
 _BLOCK = 4096
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,9 +73,15 @@ def operands(lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype) -> tuple[Tensor
 class Cast(NamedTuple):
     """A and B in the compute dtype."""
 
-    A: Tensor  # [R, K]
+    A: Tensor  # [R, K], times `factor`
     A_t: Tensor  # [K, R], a view
     B: Tensor  # [N, R]
+    factor: float = 1.0  # as `rides` allows
+
+
+def rides(scale: float) -> bool:
+    """Whether a scale can be multiplied into a cast without a rounding."""
+    return math.frexp(scale)[0] in (0.5, -0.5) and 2.0**-32 < abs(scale) < 2.0**32
 
 
 class _Place(NamedTuple):

@@ -146,10 +146,11 @@ def dora_linear_bwd_ref(
         t, dm = _rows(dy), None
     dx = dA = None
     if need_x or need_A:
-        tB, A = back_of(t, A, B, scale, cast)  # [M, R]
+        tB, A, owed = back_of(t, A, B, scale, cast)  # [M, R]
         if need_x:
             dx = _input_gradient(x, t, weight, tB, A, gain_pass)
         if need_A:
+            tB = tB if owed == 1 else tB.mul_(owed)
             dA = product(tB.t(), rows, lora_A.dtype)
     dB = product(t.t(), h, lora_B.dtype) if need_B else None
     if power != 1:

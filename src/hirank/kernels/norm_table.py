@@ -92,11 +92,11 @@ def _kept(new, old, forced, layer):
 
 @jit
 def _pack_kernel(
-    scratch, new, old, forced, pointers, sizes, blocks,
+    scratch, new, old, forced, pointers, sizes, factors, blocks,
     AB_TYPE: tl.constexpr, TYPE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # one program copies one block of A (kind 0) or B (kind 1)
+    # one program copies one block of A (kind 0), times its factor, or of B (kind 1)
     p_block = blocks + tl.program_id(0) * 4
     layer, kind = tl.load(p_block), tl.load(p_block + 1)
     if _kept(new, old, forced, layer):
@@ -118,6 +118,7 @@ def _pack_kernel(
     if EVEN:
         p_from, p_to = tl.multiple_of(p_from, [16, 16]), tl.multiple_of(p_to, [16, 16])
     b = tl.load(p_from, mask=(o_row < rows) & (o_column < columns), other=0.0)
+    b = b.to(tl.float32) * tl.where(kind == 0, tl.load(factors + layer), 1.0)
     tl.store(p_to, b.to(TYPE), mask=(o_row < rows) & (o_column < width))  # padded with zeros
 
 
@@ -255,7 +256,8 @@ class NormTable:
         made = lay_out(entries, dot_dtype, self._tile)
         self._parts, self._scratch_bytes = made.parts, made.scratch_bytes
         self._pointers, self._sizes = made.pointers.to(self._device), made.sizes.to(self._device)
-        self._scales = torch.tensor([e.scale for e in entries]).to(self._device, torch.float32)
+        self._scales = self._of_layers([e.scale / e.factor for e in entries])
+        self._factors = self._of_layers([e.factor for e in entries])
         self._groups = [(g.packs.to(self._device), g.tiles.to(self._device)) for g in made.groups]
         self._roots, self._chunks = made.roots.to(self._device), made.chunks.to(self._device)
         # rows of whole 16 bytes: Triton compiles a kernel anew for every alignment it meets
@@ -264,6 +266,9 @@ class NormTable:
         self._flags: dict[tuple[int, ...] | bool, Tensor] = {}
         self._turn = 0
         self.computed = torch.zeros(len(entries), dtype=torch.int32, device=self._device)
+
+    def _of_layers(self, values: list[float]) -> Tensor:
+        return torch.tensor(values).to(self._device, torch.float32)
 
     def accept(self) -> None:
         """Take the weights as they are for those the norms belong to: one launch."""
@@ -324,7 +329,7 @@ class NormTable:
     def _pack(self, scratch: Tensor, changed: tuple[Tensor, ...], blocks: Tensor) -> None:
         _, ab_type, dtype = self._types
         _pack_kernel[(blocks.shape[0],)](
-            scratch, *changed, self._pointers, self._sizes, blocks,
+            scratch, *changed, self._pointers, self._sizes, self._factors, blocks,
             AB_TYPE=tl_type(ab_type), TYPE=tl_type(dtype), EVEN=self._even_packs,
             ROWS=PACK[0], COLUMNS=PACK[1],
         )  # fmt: skip
