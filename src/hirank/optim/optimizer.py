@@ -122,6 +122,11 @@ class LowRankAdamW(torch.optim.Optimizer):
                     self.step_parameter(p, p.grad, hyper)
         self.step_small(together)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
+
     def _notice_idleness(self) -> None:
         """Say once that nothing was stepped: as a rule the model has other parameters by now."""
         if self._pending or self._moved:
