@@ -7,12 +7,15 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
+# Apart from the rest: PEFT imports it wherever it is installed, which costs every process a second.
+FEW_BITS := $(abspath $(VENV))/few-bits
+
 # The first interpreter that is new enough; `make PYTHON=/path/to/python` overrides.
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python,$(shell \
 	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-galore test lint format gpu-test bench docs clean
+.PHONY: help install demo demo-galore test test-few-bits lint format gpu-test bench docs clean
 
 help:           ## show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -38,6 +41,17 @@ test: lint          ## style, types and every test that needs no GPU
 	$(BIN)/python -m pytest -q -n $(JOBS)
 	$(BIN)/python -c 'import triton' 2>/dev/null || { echo "No Triton here: its kernels were not tested."; exit 0; }; \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(JOBS) tests/kernels tests/adapters -k "kernels or capture or d12 or d17 or d19"
+	@$(MAKE) --no-print-directory test-few-bits
+
+test-few-bits: $(STAMP)   ## the tests of adapters over bitsandbytes, which `make test` runs, too
+	@$(MAKE) --no-print-directory $(FEW_BITS)/.installed || { echo "No bitsandbytes here: adapters over its weights were not tested."; exit 0; }; \
+	PYTHONPATH=$(FEW_BITS) $(BIN)/python -m pytest -q -n $(JOBS) -k "nf4 or fp4 or int8 or bits or traced or our_words" \
+		$(wildcard tests/adapters/test_*quantised*.py) tests/doctor/test_quantised.py tests/kernels/test_nf4.py tests/test_cli.py
+
+$(FEW_BITS)/.installed: constraints.txt
+	@rm -rf $(FEW_BITS)
+	$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check -c constraints.txt --target $(FEW_BITS) bitsandbytes
+	@touch $@
 
 lint: $(STAMP)      ## ruff, mypy and the house rules
 	$(BIN)/ruff check .

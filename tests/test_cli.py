@@ -119,7 +119,8 @@ def test_a_loss_that_is_no_number_is_told(config):
 
 def test_a_terminal_sees_only_our_words(config):
     words = [sys.executable, "-m", "hirank", "train", str(config(optim={"max_steps": 1}))]
-    env = os.environ | {"PYTHONPATH": str(Path(hirank.__file__).parents[1])}
+    paths = [str(Path(hirank.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     shown = subprocess.run(words, capture_output=True, text=True, check=True, env=env)
     assert shown.stderr == ""
     starts = ("12 rows", "loading", "4,608", "step", "Finished", "Held-out", "Exact", "Weights")
