@@ -15,7 +15,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 py
 	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-galore test test-few-bits lint format gpu-test bench docs clean
+.PHONY: help install demo demo-galore test test-bits lint format gpu-test bench docs clean
 
 help:           ## show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -41,9 +41,9 @@ test: lint          ## style, types and every test that needs no GPU
 	$(BIN)/python -m pytest -q -n $(JOBS)
 	$(BIN)/python -c 'import triton' 2>/dev/null || { echo "No Triton here: its kernels were not tested."; exit 0; }; \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(JOBS) tests/kernels tests/adapters -k "kernels or capture or d12 or d17 or d19"
-	@$(MAKE) --no-print-directory test-few-bits
+	@$(MAKE) --no-print-directory test-bits
 
-test-few-bits: $(STAMP)   ## the tests of adapters over bitsandbytes, which `make test` runs, too
+test-bits: $(STAMP)   ## the tests of adapters over bitsandbytes, which `make test` runs, too
 	@$(MAKE) --no-print-directory $(FEW_BITS)/.installed || { echo "No bitsandbytes here: adapters over its weights were not tested."; exit 0; }; \
 	PYTHONPATH=$(FEW_BITS) $(BIN)/python -m pytest -q -n $(JOBS) -k "nf4 or fp4 or int8 or bits or traced or our_words" \
 		$(wildcard tests/adapters/test_*quantised*.py) tests/doctor/test_quantised.py tests/kernels/test_nf4.py tests/test_cli.py
