@@ -207,9 +207,19 @@ class _Int8Linear(torch.autograd.Function):
 def quantize_weights(model: nn.Module, names: Iterable[str]) -> int:
     """Turn the named parameters (tied ones once) into Int8Weight in place; how many there were.
 
+    The GPU gets back what the wide ones took: kept by PyTorch's allocator, gigabytes of it would be
+    in pieces of sizes that nothing asks for any more.
+
     Raises:
         HirankError: one is sharded by FSDP2.
     """
+    count = _quantize_each(model, names)
+    if count and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return count
+
+
+def _quantize_each(model: nn.Module, names: Iterable[str]) -> int:
     wanted, made = set(names), dict[int, nn.Parameter]()
     for prefix, module in model.named_modules():
         for name, old in list(module._parameters.items()):
