@@ -13,7 +13,7 @@ def test_snippets_run():
     names: dict[str, object] = {}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
 
 
 def test_the_settings_are_read(tmp_path: Path):
