@@ -168,7 +168,7 @@ def _adam_kernel(
     correct_1, correct_2, seed_1, seed_2, seed_3, seed_4, start,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A division takes the unit for roots and reciprocals, and of those the kernel would be bound.
+    # Products with constants where they will do: a division is some ten instructions.
     o_block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_n = o_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask, blocks = o_n < n, o_block * BLOCK < n
