@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import hirank
 from adapters.setups import Lin, layer_of, merged_weight, perturb, reference, stock, wrap
 from adapters.test_compile import both, compiled
-from hirank.adapters.traced_handles import found_layer, handle_for, live_scale
+from hirank.adapters.traced_handles import found_layer, handle_for, reads_scales
 from hirank.kernels._triton import interpreting
 from hirank.testing import relative_rms
 
@@ -75,10 +76,11 @@ def test_several_adapters_each_have_their_own():
         torch.testing.assert_close(both(run, model, x), both(model, model, x), rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_are_of_the_scale_of_their_forward():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_gradients_are_of_the_scale_of_their_forward(backend):
     model = perturb(wrap(Lin(24, 16)))
     x = torch.randn(3, 24)
-    expected, run = both(model, model, x)[1:], compiled(model)
+    expected, run = both(model, model, x)[1:], compiled(model, backend)
     leaf = x.clone().requires_grad_()
     y = run(leaf)
     layer_of(model).set_scale("default", 0.1)
@@ -136,15 +138,23 @@ def test_what_is_exported_keeps_its_scale():
     ids=str,
 )
 def test_on_a_gpu_only_inductor_without_graphs_reads_it(how, lives):
-    layer, seen = layer_of(wrap(Lin(24, 16))), []
+    layer = layer_of(wrap(Lin(24, 16)))
+    run = torch.compile(lambda x: x + reads_scales(layer, on_gpu=True), fullgraph=True, **how)
+    assert run(torch.zeros(1)) == lives
 
-    def body(handle, x):
-        live = live_scale(handle, "default", on_gpu=True)
-        seen.append(live is not None)
-        return x + 1
 
-    torch.compile(body, fullgraph=True, **how)(layer._hirank_handle, torch.ones(2))
-    assert seen[-1] is lives
+def test_scales_that_peft_made_tensors_are_left_to_peft():
+    model = perturb(wrap(Lin(24, 16), use_dora=False))  # PEFT's DoRA is no one graph
+    run, x = compiled(model), torch.randn(3, 24)
+    run(x)
+    prepare_model_for_compiled_hotswap(model)
+    with pytest.raises(RuntimeError, match="compile the model again"):
+        run(x)
+    torch._dynamo.reset()
+    run = compiled(model)
+    for scale in (0.5, 2.0):
+        layer_of(model).scaling["default"].fill_(scale)
+        torch.testing.assert_close(run(x), model(x))
 
 
 def test_a_layer_that_is_gone_is_named():

@@ -4,8 +4,9 @@ What a graph reads from a layer becomes part of it, and compiles anew when it ch
 given a handle, a tensor with a number by which it finds the layer when it runs. The number is an
 input of the graph: layers that are alike share one.
 
-A scale is read so, too, unless CUDA graphs may be recorded from the graph: they would go on with
-the value of their recording. There it is a constant, and a new one compiles anew.
+A scale is read so, too, unless CUDA graphs may be recorded from the graph or the model is exported:
+they would go on with the value they were made with. There it is a constant, and a new one compiles
+anew. So it is where PEFT has made it a tensor.
 """
 
 import itertools
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from hirank.kernels._ops import register_op
 
-__all__ = ["found_layer", "handle_for", "live_scale"]
+__all__ = ["found_layer", "handle_for", "live_scale", "reads_scales"]
 
 _NUMBERS = itertools.count(1)
 _LAYERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
@@ -42,7 +43,13 @@ def found_layer(handle: Tensor) -> Any:
 
 
 def _scale(handle: Tensor, name: str) -> Tensor:
-    return torch.tensor(float(found_layer(handle).scaling[name]), dtype=torch.float64, device="cpu")
+    scale = found_layer(handle).scaling[name]
+    if isinstance(scale, Tensor):
+        raise RuntimeError(
+            f"The scale of adapter {name!r} became a tensor after the model was compiled (PEFT's "
+            "prepare_model_for_compiled_hotswap makes it one): compile the model again."
+        )
+    return torch.tensor(scale, dtype=torch.float64, device="cpu")
 
 
 def _like_scale(handle: Tensor, name: str) -> Tensor:
@@ -57,30 +64,41 @@ _scale_now = register_op(
 )
 
 
-def live_scale(handle: Tensor, name: str, on_gpu: bool) -> Tensor | None:
-    """The scale of an adapter as it is when the graph runs; None: it has to be a constant."""
-    if _outlives_its_layer(on_gpu):
-        return None
-    found: Tensor = _scale_now(handle, name)
+def live_scale(layer: Any, name: str) -> Tensor:
+    """The scale of an adapter as it is when the graph runs: 0-d, fp64, on the CPU."""
+    found: Tensor = _scale_now(layer._hirank_handle, name)
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _outlives_its_layer(on_gpu: bool) -> bool:
-    """Whether what is being made may run and not ask: exported, or recorded as a CUDA graph.
+def reads_scales(layer: Any, on_gpu: bool) -> bool:
+    """Whether a graph may read the scales of a layer when it runs; else they are constants."""
+    return _may_read(on_gpu)
 
-    Asked while compiling, of the compiler itself, which no public function does.
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _may_read(on_gpu: bool) -> bool:
+    """Asked while compiling, of the compiler itself, which no public function does.
+
+    The layer is taken from the frame above: as an argument it would be one that a graph is for.
     """
     if torch.compiler.is_exporting():
-        return True
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+        return False
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    output = InstructionTranslator.current_tx().output
-    return bool(output.export) or (on_gpu and _may_record(output.compiler_fn))
+        output = InstructionTranslator.current_tx().output
+        layer = output.current_tx.symbolic_locals["layer"].value
+        exported, backend = output.export, output.compiler_fn
+    except (AttributeError, ImportError, KeyError):  # a PyTorch that keeps these elsewhere
+        return False
+    floats = layer._hirank_handle is not None and all(
+        isinstance(scale, (int, float)) for scale in layer.scaling.values()
+    )
+    return floats and not exported and not (on_gpu and _may_record(backend))
 
 
 def _may_record(backend: Any) -> bool:
-    """Any may, but inductor without CUDA graphs."""
+    """Whether CUDA graphs may be recorded: by any backend, but inductor without them."""
     from torch._inductor import config
 
     chosen = getattr(backend, "config", None)

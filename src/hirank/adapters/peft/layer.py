@@ -11,10 +11,10 @@ from hirank.adapters.mixed import Run
 from hirank.adapters.peft.check import fault_of_call
 from hirank.adapters.peft.converted import Converted, adapters_of, one_of, traced_adapter
 from hirank.adapters.peft.operands import as_matrix, present
-from hirank.adapters.peft.route import Known
+from hirank.adapters.peft.route import Known, route
 from hirank.adapters.peft.traced_route import traced_tier
 from hirank.adapters.traced import traced_linear, with_live_scale
-from hirank.adapters.traced_handles import live_scale
+from hirank.adapters.traced_handles import live_scale, reads_scales
 from hirank.kernels.dora_linear import compute_dtype
 
 __all__ = ["FastLinear"]
@@ -79,22 +79,21 @@ def _traced_forward(layer: Any, x: Tensor) -> Tensor | None:
     What it looks at becomes a guard, so nothing here may differ from step to step or, among layers
     that are alike, from layer to layer.
     """
-    tier, names = traced_tier(layer), present(layer)
+    reads, names = reads_scales(layer, x.is_cuda), present(layer)
+    tier = traced_tier(layer) if reads else route(layer).tier
     if tier == "peft":
         return None
     base, backend = layer.base_layer, layer._hirank_options.backend
     weight = as_matrix(layer, base.weight)
     if tier == "composed":
-        adapters = [_traced_adapter(layer, name, x, weight) for name in names]
+        half = compute_dtype(x, weight) == torch.float16  # where s B might overflow
+        adapters = [_traced_adapter(layer, name, reads and not half) for name in names]
         return composed_forward(x, base, weight, base.bias, adapters, backend)
-    live = live_scale(layer._hirank_handle, names[0], x.is_cuda)
-    A, B, magnitude, scale, *_ = traced_adapter(layer, names[0], live is None)
-    scales = scale if live is None else live
-    return traced_linear(x, weight, A, B, magnitude, base.bias, scales, backend)
+    A, B, magnitude, scale, *_ = traced_adapter(layer, names[0], not reads)
+    now = live_scale(layer, names[0]) if reads else scale
+    return traced_linear(x, weight, A, B, magnitude, base.bias, now, backend)
 
 
-def _traced_adapter(layer: Any, name: str, x: Tensor, weight: Tensor) -> Adapter:
-    half = compute_dtype(x, weight) == torch.float16  # where s B might overflow
-    live = None if half else live_scale(layer._hirank_handle, name, x.is_cuda)
-    adapter = traced_adapter(layer, name, live is None)
-    return adapter if live is None else with_live_scale(adapter, live)
+def _traced_adapter(layer: Any, name: str, reads: bool) -> Adapter:
+    adapter = traced_adapter(layer, name, not reads)
+    return with_live_scale(adapter, live_scale(layer, name)) if reads else adapter

@@ -16,7 +16,7 @@ from hirank.adapters.peft.operands import dropout_of
 from hirank.adapters.peft.quantised_route import adapter_obstacle, hooked, known_kind
 from hirank.adapters.peft.traced_route import Unscaled, is_on
 from hirank.adapters.traced import autocast_dtype
-from hirank.adapters.traced_handles import live_scale
+from hirank.adapters.traced_handles import live_scale, reads_scales
 from hirank.adapters.traced_quantised import traced_quantised
 
 __all__ = ["in_one_graph"]
@@ -71,14 +71,15 @@ def in_one_graph(layer: Any, x: Tensor) -> Tensor | None:
     dtype, out_dtype = sight.dtypes(base, x)
     if dtype is None or hooked(base) or not sight.fits(base, kind):
         return None
-    if adapter_obstacle(Unscaled(layer, name), name, sight.holder(base).device) is not None:
+    reads = reads_scales(layer, x.is_cuda)
+    looked = Unscaled(layer, name) if reads else layer
+    if adapter_obstacle(looked, name, sight.holder(base).device) is not None:
         return None
-    live = live_scale(layer._hirank_handle, name, x.is_cuda)
+    scale = live_scale(layer, name) if reads else layer.scaling[name]
     A, B = layer.lora_A[name].weight, layer.lora_B[name].weight
     return traced_quantised(
-        layer._hirank_handle, x, A, B, layer.lora_magnitude_vector[name].weight, base.bias,
-        layer.scaling[name] if live is None else live, dtype, layer._hirank_options.backend,
-        out_dtype,
+        layer._hirank_handle, x, A, B, layer.lora_magnitude_vector[name].weight, base.bias, scale,
+        dtype, layer._hirank_options.backend, out_dtype,
     )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Which way a call goes that is being compiled: as `route`, and no value of a scale is looked at.
 
-A value that is looked at becomes a guard, and a new one compiles anew. That a scale is a tensor (as
-PEFT's hot-swap makes it) goes unnoticed here; its value is read all the same.
+A value that is looked at becomes a guard, and a new one compiles anew.
 """
 
 from typing import Any
