@@ -72,7 +72,7 @@ def live_scale(layer: Any, name: str) -> Tensor:
 
 def reads_scales(layer: Any, on_gpu: bool) -> bool:
     """Whether a graph may read the scales of a layer when it runs; else they are constants."""
-    return _may_read(on_gpu)
+    return bool(_may_read(on_gpu))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -86,7 +86,7 @@ def _may_read(on_gpu: bool) -> bool:
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
-        output = InstructionTranslator.current_tx().output
+        output: Any = InstructionTranslator.current_tx().output
         layer = output.current_tx.symbolic_locals["layer"].value
         exported, backend = output.export, output.compiler_fn
     except (AttributeError, ImportError, KeyError):  # a PyTorch that keeps these elsewhere
