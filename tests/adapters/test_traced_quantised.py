@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -161,17 +162,61 @@ def test_opcheck_of_the_backward_pass(needs):
     torch.library.opcheck(torch.ops.hirank.adapted_quantised_backward.default, given)
 
 
+@pytest.mark.parametrize("case", ["dropout", "single-gemm", "several", "several, dropout"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_and_several_adapters_stay_in_the_graph(kind, case):
+    config = {"lora_dropout": 0.3} if case != "several" else {}
+    model = adapted(base(kind), **config)
+    if "several" in case:
+        plain = LoraConfig(r=3, target_modules=["lin"], lora_dropout=0.1 if config else 0.0)
+        model.add_adapter("b", plain)
+        model.base_model.set_adapter(["default", "b"])
+    hirank.accelerate(perturb(model), dropout="single-gemm" if case == "single-gemm" else "peft")
+    counter, x = CompileCounterWithBackend("aot_eager"), inputs(2, 3, K)
+    run = compiled(model.train(), counter)
+    for scale in (2.0, 0.5):
+        layer_of(model).set_scale("default", scale)
+        ways = []
+        for call in (run, model):
+            torch.manual_seed(3)
+            y = call(x)
+            ways.append({"y": y} | gradients(model, y, x))
+        torch.testing.assert_close(*ways, rtol=1e-5, atol=1e-6)
+    if case == "several":
+        true = truth(model, floats(model), x)
+        wanted = {"y": true} | gradients(model, true, x)
+        for name, found in ways[0].items():
+            assert relative_rms(found.detach(), wanted[name].detach()) < 1e-6, name
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("live", [None, torch.tensor(2.0, dtype=torch.float64)], ids=["", "live"])
+def test_opcheck_of_the_parts(live):
+    layer, rows = layer_of(qdora().train()), inputs(5, K)
+    A, B = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
+    ops, handle = torch.ops.hirank, layer._hirank_handle
+    bias = layer.base_layer.bias.detach().requires_grad_()
+    # a fake handle finds no layer, so what the op itself computes is not asked for here
+    utils = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(
+        ops.frozen_quantised.default, (rows, handle, bias, len(B), True), test_utils=utils
+    )
+    backward = torch.ones(5, len(B)), handle, K
+    torch.library.opcheck(ops.frozen_quantised_backward.default, backward)
+    norm = handle, A, B, live, 2.0, torch.float32, True
+    torch.library.opcheck(ops.quantised_norm.default, norm)
+
+
 OTHERS = {
-    "dropout": lambda model: None,
     "adapters off": lambda model: model.base_model.disable_adapter_layers(),
+    "merged": lambda model: model.merge_adapter(),
     "a hook on the base": lambda model: layer_of(model).base_layer.register_forward_hook(print),
 }
 
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
-def test_what_the_op_does_not_compute_is_left_alone(change):
-    dropout = 0.1 if change is OTHERS["dropout"] else 0.0
-    model = qdora(lora_dropout=dropout).train()
+def test_what_hirank_does_not_compute_is_left_alone(change):
+    model = qdora()
     change(model)
     assert in_one_graph(layer_of(model), inputs(5, K)) is None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hirank.adapters.gain import norm_of
 from hirank.adapters.layers import Adapter
-from hirank.adapters.traced_op import Operands, called, register_layer
+from hirank.adapters.traced_op import Operands, called, register_layer, scaled_by
 from hirank.kernels._ops import register_op
 from hirank.kernels.dora_linear import (
     dora_linear_bwd_ref,
@@ -100,10 +100,8 @@ class TracedNorms:
 
 def with_live_scale(adapter: Adapter, live: Tensor) -> Adapter:
     """The adapter with a scale of 1, its own, which is no constant of the graph, taken into B."""
-    B = adapter.lora_B
-    wide = torch.promote_types(B.dtype, torch.float32)  # so that B is rounded once
-    norms = None if adapter.norms is None else TracedNorms(B, live)
-    return adapter._replace(lora_B=B.to(wide) * live, scale=1.0, norms=norms)
+    norms = None if adapter.norms is None else TracedNorms(adapter.lora_B, live)
+    return adapter._replace(lora_B=scaled_by(adapter.lora_B, live), scale=1.0, norms=norms)
 
 
 # asked now: torch 2.11 cannot trace the question

@@ -17,7 +17,7 @@ from torch import Tensor
 from hirank.kernels._backend import GainPass, gain_pass_for
 from hirank.kernels._ops import register_op
 
-__all__ = ["Operands", "called", "register_layer"]
+__all__ = ["Operands", "called", "no_autocast", "register_layer", "scaled_by"]
 
 
 class Operands(NamedTuple):
@@ -61,13 +61,13 @@ def register_layer(name: str, forward: Forward, backward: Backward) -> Callable[
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         operands, training = _operands(given[:-1]), given[-1]
-        with torch.no_grad(), _no_autocast(operands.x):
+        with torch.no_grad(), no_autocast(operands.x):
             y, h = forward(operands, training)
         return y, h if training else operands.x.new_empty(0)
 
     def run_backward(dy: Tensor, h: Tensor, y: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
         operands, needs = _operands(given[:-1]), given[-1]
-        with torch.no_grad(), _no_autocast(operands.x):
+        with torch.no_grad(), no_autocast(operands.x):
             grads = backward(operands, dy, h, y, needs)
         return tuple(operands.x.new_empty(0) if g is None else g.contiguous() for g in grads)
 
@@ -99,7 +99,7 @@ def called(
     return y
 
 
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """All is cast by then; whoever runs a graph may have autocast on, or not."""
     kind = x.device.type
     available = torch.amp.is_autocast_available(kind)
@@ -140,3 +140,8 @@ def _differentiated(gradients: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(grads)
 
     return backward
+
+
+def scaled_by(lora_B: Tensor, live: Tensor) -> Tensor:
+    """s B, rounded once: a scale that is no constant is none for a product to take along."""
+    return lora_B.to(torch.promote_types(lora_B.dtype, torch.float32)) * live

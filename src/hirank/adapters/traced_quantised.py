@@ -19,17 +19,15 @@ from hirank.adapters.traced_handles import found_layer, handle_for
 from hirank.adapters.traced_op import Operands, called, register_layer
 from hirank.kernels.dora_linear import dora_linear_bwd_ref
 
-__all__ = ["handle_for", "traced_quantised"]
+__all__ = ["handle_for", "norm_now", "packed_now", "traced_quantised"]
 
 
-def _packed_and_norm(given: Operands, training: bool) -> tuple[Packed, Tensor | None]:
-    layer = found_layer(given.base)
-    packed = Packed(layer.base_layer, _kind(layer.base_layer), given.x, training)
-    packed.dtype = given.x.dtype  # cast by then; autocast, which some kinds ask for, may be off
-    if given.magnitude is None:
-        return packed, None
-    with torch.set_grad_enabled(training):  # the norms ask whether a backward pass will follow
-        return packed, _norm(layer, packed, given.lora_A, given.lora_B, given.scale)
+def packed_now(handle: Tensor, x: Tensor, training: bool) -> Packed:
+    """The weight of the layer of a handle, for a call with x in the compute dtype."""
+    base = found_layer(handle).base_layer
+    packed = Packed(base, _kind(base), x, training)
+    packed.dtype = x.dtype  # some kinds ask autocast, which may be off when a graph runs
+    return packed
 
 
 def _kind(base: Any) -> Kind:
@@ -44,15 +42,27 @@ def _kind(base: Any) -> Kind:
     return kind
 
 
-def _norm(layer: Any, packed: Packed, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
+def norm_now(
+    handle: Tensor, packed: Packed, lora_A: Tensor, lora_B: Tensor, scale: float, training: bool
+) -> Tensor:
     """The norm that the layer keeps for the adapter with these weights; computed if it has none."""
+    layer = found_layer(handle)
     norms, A, B = QuantisedNorms(), lora_A, lora_B
     for name, module in layer.lora_A.items():
         own = module.weight, layer.lora_B[name].weight
         if (own[0].data_ptr(), own[1].data_ptr()) == (lora_A.data_ptr(), lora_B.data_ptr()):
             norms, (A, B) = layer.norms_of(name), own
             break
-    return norms.norm(packed, A, B, scale)
+    with torch.set_grad_enabled(training):  # it asks whether a backward pass will follow
+        return norms.norm(packed, A, B, scale)
+
+
+def _packed_and_norm(given: Operands, training: bool) -> tuple[Packed, Tensor | None]:
+    x, handle, A, B, magnitude, _, scale, _ = given
+    packed = packed_now(handle, x, training)
+    if magnitude is None:
+        return packed, None
+    return packed, norm_now(handle, packed, A, B, scale, training)
 
 
 def _run(given: Operands, training: bool) -> tuple[Tensor, Tensor]:

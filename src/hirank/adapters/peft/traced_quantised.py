@@ -1,4 +1,4 @@
-"""A compiled call of a layer over a quantised base, as one op that a graph can hold.
+"""A compiled call of a layer over a quantised base, as ops that a graph can hold.
 
 What is looked at here becomes a guard. So nothing is asked that the first call changes, as that of
 bitsandbytes' 8 bits moves its row scales: the op asks for it when it runs.
@@ -13,9 +13,16 @@ from torch import Tensor
 from hirank.adapters.dequantise import Kind
 from hirank.adapters.four_bits import sharded
 from hirank.adapters.peft.operands import dropout_of
-from hirank.adapters.peft.quantised_route import adapter_obstacle, hooked, known_kind
+from hirank.adapters.peft.quantised_route import (
+    adapter_obstacle,
+    hooked,
+    known_kind,
+    quantised_present,
+)
 from hirank.adapters.peft.traced_route import Unscaled, is_on
+from hirank.adapters.quantised import QuantisedAdapter
 from hirank.adapters.traced import autocast_dtype
+from hirank.adapters.traced_composed import traced_composed
 from hirank.adapters.traced_handles import live_scale, reads_scales
 from hirank.adapters.traced_quantised import traced_quantised
 
@@ -63,29 +70,44 @@ _SIGHTS = {
 
 
 def in_one_graph(layer: Any, x: Tensor) -> Tensor | None:
-    """The call as one op; None: it is of a kind without one, so that it has to leave the graph."""
-    kind, base = known_kind(layer), layer.base_layer
-    sight, name = _SIGHTS.get(kind.name), _only(layer)
-    if sight is None or name is None or layer._hirank_handle is None:
+    """The call as ops; None: it is of a kind without them, or of none that hirank computes."""
+    kind, base, names = known_kind(layer), layer.base_layer, quantised_present(layer)
+    sight, reads = _SIGHTS.get(kind.name), reads_scales(layer, x.is_cuda)
+    if sight is None or not is_on(layer) or not any(name in layer.lora_variant for name in names):
         return None
     dtype, out_dtype = sight.dtypes(base, x)
     if dtype is None or hooked(base) or not sight.fits(base, kind):
         return None
-    reads = reads_scales(layer, x.is_cuda)
-    looked = Unscaled(layer, name) if reads else layer
-    if adapter_obstacle(looked, name, sight.holder(base).device) is not None:
+    device = sight.holder(base).device
+    if any(_obstacle(layer, name, device, reads) is not None for name in names):
         return None
-    scale = live_scale(layer, name) if reads else layer.scaling[name]
-    A, B = layer.lora_A[name].weight, layer.lora_B[name].weight
-    return traced_quantised(
-        layer._hirank_handle, x, A, B, layer.lora_magnitude_vector[name].weight, base.bias, scale,
-        dtype, layer._hirank_options.backend, out_dtype,
-    )  # fmt: skip
+    backend = layer._hirank_options.backend
+    if len(names) > 1 or dropout_of(layer, names[0]) is not None:
+        reads = reads and dtype != torch.float16  # where s B might overflow
+        adapters = [_adapter(layer, name, reads) for name in names]
+        lives = [live_scale(layer, name) if reads else None for name in names]
+        return traced_composed(
+            layer._hirank_handle, x, adapters, lives, base.bias, dtype, backend, out_dtype
+        )
+    A, B, magnitude, scale, *_ = _adapter(layer, names[0], reads)
+    now = live_scale(layer, names[0]) if reads else scale
+    operands = layer._hirank_handle, x, A, B, magnitude, base.bias, now
+    return traced_quantised(*operands, dtype, backend, out_dtype)
 
 
-def _only(layer: Any) -> str | None:
-    """The adapter of this call, if it is one with DoRA and without dropout."""
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if not is_on(layer) or len(names) != 1 or names[0] not in layer.lora_variant:
-        return None
-    return names[0] if dropout_of(layer, names[0]) is None else None
+def _obstacle(layer: Any, name: str, device: torch.device, reads: bool) -> str | None:
+    return adapter_obstacle(Unscaled(layer, name) if reads else layer, name, device)
+
+
+def _adapter(layer: Any, name: str, reads: bool) -> QuantisedAdapter:
+    """`reads`: with a scale of 1, and no look at its own."""
+    dora = name in layer.lora_variant
+    return QuantisedAdapter(
+        layer.lora_A[name].weight,
+        layer.lora_B[name].weight,
+        layer.lora_magnitude_vector[name].weight if dora else None,
+        1.0 if reads else layer.scaling[name],
+        dropout_of(layer, name),
+        None,
+        layer._hirank_options.single_gemm,
+    )
