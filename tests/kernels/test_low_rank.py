@@ -1,6 +1,7 @@
 """The products with A and B: any scale, any dtype, and casts that later calls write over."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,10 +29,10 @@ def formula(given, scale, dtype, compute):
     return {"delta": scale * (x @ A.T) @ B.T, "tB": scale * t @ B}
 
 
-def check(given, scale, compute, cast=None):
-    h, B = hidden_of(given["x"], given["A"], given["B"], scale, cast)
+def check(given, scale, compute, casts=None):
+    h, B = hidden_of(given["x"], given["A"], given["B"], scale, casts)
     delta = h @ B.T
-    tB, A, owed = back_of(given["t"], given["A"], given["B"], scale, cast)
+    tB, A, owed = back_of(given["t"], given["A"], given["B"], scale, casts)
     assert torch.equal(A, owed * given["A"].to(compute))
     tB = owed * tB
     truth = formula(given, scale, torch.float64, compute)
@@ -48,11 +49,12 @@ def test_products_within_budget(dtype, scale):
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_kept_casts_within_budget(scale):
+def test_casts_of_a_window_within_budget(scale):
     given = draw(torch.bfloat16)
     A, B = given["A"].bfloat16(), given["B"].bfloat16()
     factor = float(scale) if rides(scale) else 1.0
-    check(given, scale, torch.bfloat16, Cast(factor * A, factor * A.t(), B, factor))
+    cast = Cast(factor * A, factor * A.t(), B, factor)
+    check(given, scale, torch.bfloat16, SimpleNamespace(at=lambda onward: cast))
 
 
 def as_on_a_gpu(monkeypatch):

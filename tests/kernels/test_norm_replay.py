@@ -30,7 +30,7 @@ def make(dtype=torch.float32) -> tuple[list[NormEntry], ReplayableNormTable]:
 
 
 def assert_right(entries: list[NormEntry]) -> None:
-    for W, A, B, s, norm, _ in entries:
+    for W, A, B, s, norm in entries:
         exact = (W.double() + s * B.double() @ A.double()).norm(dim=1)
         torch.testing.assert_close(norm.double(), exact, rtol=2e-6, atol=0)
 

@@ -5,7 +5,6 @@ import torch
 
 from hirank.kernels import _norm_layout, norm_table
 from hirank.kernels._norm_tuning import HALF_SMALL, SCRATCH_BYTES
-from hirank.kernels._operands import Cast
 from hirank.kernels._triton import HAS_TRITON, interpreting
 from hirank.kernels.dora_norm import dora_norm, row_square_sum
 from hirank.kernels.norm_table import NormEntry, NormTable
@@ -300,32 +299,3 @@ def test_a_refresh_never_waits_and_keeps_to_its_memory():
     descriptors = 16 * 2**20
     assert torch.cuda.max_memory_allocated() - before < SCRATCH_BYTES + parts + descriptors
     assert made.computed.tolist() == [1, 2, 2] + [1] * 9
-
-
-def place_for(entry, dtype, factor):
-    A, B = (torch.full_like(t, torch.nan, dtype=dtype) for t in (entry.lora_A, entry.lora_B))
-    return entry._replace(cast=Cast(A, A.t(), B, factor))
-
-
-def test_casts_are_written_where_they_are_kept_and_when_weights_change():
-    """Beside layers that share the scratch, and into no place of a layer that is as it was."""
-    dtype = torch.bfloat16
-    entries = make_entries((dtype, torch.float32), [*EVEN_SIZES, *SIZES, (40, 64, 16)])
-    kept = (0, 1, 7)
-    for i in kept:
-        entries[i] = place_for(entries[i], dtype, factor=4.0 if i else 1.0)
-    made = make_table(entries, dtype)
-    assert_right(entries, dtype)
-    for i in kept:
-        kept_A, _, kept_B, factor = entries[i].cast
-        assert torch.equal(kept_A, factor * cast(entries[i].lora_A, dtype).to(dtype))
-        assert torch.equal(kept_B, cast(entries[i].lora_B, dtype).to(dtype))
-    for i in kept:
-        entries[i].cast.A.fill_(torch.nan)
-    entries[7].lora_B.data[3, 1] += 1
-    entries[4].lora_A.data[0, 0] += 1
-    made.refresh()
-    assert_right(entries, dtype)
-    assert torch.equal(entries[7].cast.A, 4 * cast(entries[7].lora_A, dtype).to(dtype))
-    assert torch.equal(entries[7].cast.B, cast(entries[7].lora_B, dtype).to(dtype))
-    assert all(entries[i].cast.A.isnan().all() for i in (0, 1))

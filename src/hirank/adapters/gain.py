@@ -32,7 +32,7 @@ from torch import Tensor
 from hirank.adapters.capture import capturing
 from hirank.adapters.groups import Family, Member, Source, version
 from hirank.kernels._apart import apart
-from hirank.kernels._operands import Cast
+from hirank.kernels.cast_windows import LayerCasts
 from hirank.kernels.dora_norm import dora_norm, row_norm, row_square_sum
 from hirank.kernels.norm_replay import ReplayableNormTable
 
@@ -161,11 +161,11 @@ class NormCache:
         lora_B: Tensor,
         scale: float,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Cast | None]:
-        """The norm as by `norm`, and A and B as cast to `dtype` where they are kept beside it."""
+    ) -> tuple[Tensor, LayerCasts | None]:
+        """The norm as by `norm`, and where A and B lie in `dtype`, if layers share their casts."""
         member = self.members.get(dtype)
         if member is not None and member.serves(weight, lora_A, lora_B, scale):
-            return member.norm, member.cast
+            return member.norm, member.casts
         training = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
             return self._checked(weight, lora_A, lora_B, scale, dtype, training)
@@ -178,7 +178,7 @@ class NormCache:
         scale: float,
         dtype: torch.dtype,
         training: bool,
-    ) -> tuple[Tensor, Cast | None]:
+    ) -> tuple[Tensor, LayerCasts | None]:
         if weight.is_meta or lora_A.is_meta:
             return torch.empty(weight.shape[0], device="meta"), None
         group = None

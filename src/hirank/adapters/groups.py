@@ -4,8 +4,7 @@ A pass through the model runs its layers in their order, so a layer that comes b
 or for the first time, begins a new pass, and refreshes all. What the host can see (an optimizer's
 step, a version, an address, a scale) is computed again whatever the prints say; the device compares
 the prints of the others (`kernels/norm_table`). Nothing waits. What a backward pass will use is a
-copy, as the table's own norms may be computed again before. With the norms come the adapters'
-casts, see `kept_casts`.
+copy, as the table's own norms may be computed again before.
 
 Threads share all of it. A call that finds its norm in order takes no lock; whatever changes
 something takes one. Passes are counted for each thread on its own, and a stream that is not the
@@ -29,9 +28,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hirank.adapters.capture import capture_id, capturing, raw_stream
-from hirank.adapters.kept_casts import kept_casts
 from hirank.kernels._apart import apart
-from hirank.kernels._operands import Cast
+from hirank.kernels.cast_windows import Castable, CastWindows, LayerCasts
 from hirank.kernels.dora_norm import fits_triton
 from hirank.kernels.norm_replay import ReplayableNormTable
 from hirank.kernels.norm_table import NormEntry
@@ -135,8 +133,8 @@ class Member:
     group: Group
     live: Tensor  # [N], which the table writes
     norm: Tensor  # [N], which is served: `live`, or a copy that a backward pass can rely on
-    cast: Cast | None = None
-    """A and B as they multiply, good whenever the norm is; None: not kept."""
+    casts: LayerCasts | None = None
+    """Where A and B lie as they multiply, whenever the norm is good; None: each call casts."""
     position: int | None = None
     """When it comes by in a pass, as learned; None: it never did."""
     visible: tuple[Any, ...] = ()
@@ -196,6 +194,7 @@ class Group:
         self._found: _Survey | None = None
         """The last survey; None: ask the layers anew."""
         self._table: ReplayableNormTable | None = None
+        self._windows: CastWindows | None = None
         self.stream = 0
         self._done: torch.cuda.Event | None = None
         self._capture: int | None = None
@@ -230,8 +229,8 @@ class Group:
         lora_B: Tensor,
         scale: float,
         training: bool,
-    ) -> tuple[Tensor, Cast | None]:
-        """The norm and cast of one cache, all others brought up to date with it."""
+    ) -> tuple[Tensor, LayerCasts | None]:
+        """The norm and casts of one cache, all others brought up to date with it."""
         with LOCK:
             self._wait()
             member = cache.members.get(self._dtype)
@@ -244,7 +243,7 @@ class Group:
             if not in_backward():
                 member.position = self._positions.setdefault(cache, len(self._positions))
                 self.last[get_ident()] = member.position
-            return member.norm, member.cast
+            return member.norm, member.casts
 
     def _wait(self) -> None:
         stream = 0 if self.index is None else raw_stream(self.index)
@@ -267,6 +266,8 @@ class Group:
         # what the host knows, only now: another thread may act on it at once
         self._marks, self.step, self.built, self._found = found.marks, step, changes, found
         self.turns, self.count = turns, self.count + 1
+        if self._windows is not None:
+            self._windows.turn += 1
         if training:
             self.trained = self.count
         live = [member.live for member in found.members]
@@ -308,7 +309,7 @@ class Group:
                 fresh = torch.empty(weight.shape[0], device=self._device)
                 member = cache.members[self._dtype] = Member(self, fresh, fresh)
                 member.position = self._positions.get(cache)
-            entry = NormEntry(weight, A, B, scale, member.live, member.cast)
+            entry = NormEntry(weight, A, B, scale, member.live)
             found.caches.append(weakref.ref(cache))
             found.members.append(member)
             found.entries.append(entry)
@@ -323,24 +324,27 @@ class Group:
                 cache.counted += count
                 if self._is_recorded:  # the norms belong to a graph now
                     cache.members.pop(self._dtype, None)
-        self._table = None
-        for cache in self.family.caches():
-            if self._dtype in cache.members:
-                cache.members[self._dtype].cast = None
-        found = self._with_casts(self._survey())
+        found = self._survey()
         self._dismiss(found.caches)
         self._table = ReplayableNormTable(found.entries, self._dtype)
+        self._share_casts(found)
         self._caches, self._marks = found.caches, []
         self._capture, self._is_recorded = None, False
         return found
 
-    def _with_casts(self, found: _Survey) -> _Survey:
-        """The same with places for the casts, new ones: a graph may go on with the old."""
-        casts = kept_casts([entry[:4] for entry in found.entries], self._dtype)
-        for member, cast in zip(found.members, casts, strict=True):
-            member.cast = cast
-        entries = zip(found.entries, casts, strict=True)
-        return found._replace(entries=[entry._replace(cast=cast) for entry, cast in entries])
+    def _share_casts(self, found: _Survey) -> None:
+        """Windows over the layers that cast at every call: fp32 adapters that multiply in bf16."""
+        shared: list[Member] = []
+        layers: list[Castable] = []
+        for member, (_, A, B, scale, _) in zip(found.members, found.entries, strict=True):
+            member.casts = None
+            if self._dtype == torch.bfloat16 and A.dtype == torch.float32 and A.numel():
+                shared.append(member)
+                layers.append(Castable(A, B, scale))
+        self._windows = CastWindows(layers, self._dtype) if layers else None
+        if self._windows is not None:
+            for i, member in enumerate(shared):
+                member.casts = LayerCasts(self._windows, i)
 
     def _dismiss(self, kept: list[weakref.ref[NormCache]]) -> None:
         """Caches that the table no longer watches have no norm that could be served."""
@@ -405,7 +409,7 @@ class _Survey(NamedTuple):
 
 def _mark(entry: NormEntry) -> tuple[Any, ...]:
     """Addresses, shape and version of W; then scale and versions of A and B."""
-    weight, A, B, scale, norm, _ = entry
+    weight, A, B, scale, norm = entry
     pointers = (weight.data_ptr(), A.data_ptr(), B.data_ptr(), norm.data_ptr())
     return (*pointers, A.shape, version(weight), scale, version(A), version(B))
 

@@ -65,10 +65,10 @@ def owned_forward(
     dtype = compute_dtype(x, weight)
     A, B, magnitude, scale = adapter[:4]
     norms: Any = adapter.norms  # a `NormCache`: this way is for layers as they are, not for a trace
-    norm, cast = (None, None) if norms is None else norms.at_hand(weight, A, B, scale, dtype)
+    norm, casts = (None, None) if norms is None else norms.at_hand(weight, A, B, scale, dtype)
     if x.dtype != dtype or weight.dtype != dtype or x.shape[-1] != weight.shape[1]:
         x, weight = fitted(x, weight, A, B)
-    return owned_linear(x, weight, A, B, magnitude, norm, bias, scale, backend, cast)
+    return owned_linear(x, weight, A, B, magnitude, norm, bias, scale, backend, casts)
 
 
 def composed_forward(

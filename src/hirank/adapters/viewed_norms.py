@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hirank.adapters.gain import NormCache
-from hirank.kernels._operands import Cast
+from hirank.kernels.cast_windows import LayerCasts
 from hirank.kernels.dora_norm import row_norm
 
 __all__ = ["ViewedNormCache", "as_they_lie"]
@@ -81,7 +81,7 @@ class ViewedNormCache(NormCache):
 
     def at_hand(
         self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Cast | None]:
+    ) -> tuple[Tensor, LayerCasts | None]:
         """As `NormCache.at_hand`."""
         if weight.is_cpu and _is_small(weight, lora_A, lora_B, dtype):
             return self._small_norm(weight, lora_A, lora_B, scale, dtype), None

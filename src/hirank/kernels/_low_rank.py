@@ -1,8 +1,8 @@
 """The products of an adapted linear with its small factors: h = s x A^T forward, tB = s t B back.
 
-In bf16, adapters in fp32 are cast at every call, unless the caller keeps a `Cast` of them. A scale
-that is a power of two rides on a cast, where it rounds nothing, as a plain product takes the host
-less time than one with a factor. Any other scale is a factor of the GEMM.
+In bf16, adapters in fp32 are cast at every call, or lie in a window of casts. A scale that is a
+power of two rides on a cast, where it rounds nothing, as a plain product takes the host less time
+than one with a factor. Any other scale is a factor of the GEMM.
 
 In fp16 a large s could make h overflow: a power of two of it goes on B instead.
 """
@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from hirank.kernels._operands import Cast, brief_cast, castable, operands, rides
+from hirank.kernels._operands import brief_cast, castable, operands, rides
+from hirank.kernels.cast_windows import LayerCasts
 
 __all__ = ["back_of", "hidden_of", "low_rank", "moved"]
 
@@ -37,9 +38,10 @@ def low_rank(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Ten
 
 
 def hidden_of(
-    x: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, cast: Cast | None = None
+    x: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, casts: LayerCasts | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `low_rank`, for A and B as they lie; B is good until the next call of this thread."""
+    cast = None if casts is None else casts.at(onward=True)
     if cast is not None:
         return _scaled_product(x, cast.A_t, scale / cast.factor), cast.B
     if not _brief(x, lora_A, lora_B):
@@ -50,12 +52,13 @@ def hidden_of(
 
 
 def back_of(
-    t: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, cast: Cast | None = None
+    t: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, casts: LayerCasts | None = None
 ) -> tuple[Tensor, Tensor, float]:
     """tB [M, R], A and f, with s t B A = tB A and s t B = f tB.
 
     A is good until the next call of this thread.
     """
+    cast = None if casts is None else casts.at(onward=False)
     if cast is not None:
         return _scaled_product(t, cast.B, scale / cast.factor), cast.A, cast.factor
     if not _brief(t, lora_A, lora_B):

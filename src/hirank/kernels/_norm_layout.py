@@ -1,7 +1,7 @@
 """What the launches of the norm go over: tables made on the host, to lie on the device.
 
-Adapters that can be multiplied as they lie are. The others are packed: to where the caller keeps
-their cast, or into a scratch which layers share in turns, where a group of layers fits together.
+Adapters that can be multiplied as they lie are; the others get a place in a scratch, which layers
+share in turns: a group of layers fits it together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hirank.kernels._norm_tuning import SCRATCH_BYTES, NormTile
-from hirank.kernels._operands import Cast
 
 __all__ = ["CHUNK", "PACK", "ROOT", "Group", "Layout", "NormEntry", "lay_out", "lies_even"]
 
@@ -35,13 +34,6 @@ class NormEntry(NamedTuple):
     lora_B: Tensor  # [N, R]
     scale: float
     norm: Tensor  # [N] fp32, written in place
-    cast: Cast | None = None
-    """Where A and B are kept as they multiply, written with the norm; rows of whole 16 bytes."""
-
-    @property
-    def factor(self) -> float:
-        """What A is multiplied by as it is packed."""
-        return 1.0 if self.cast is None else self.cast.factor
 
 
 class Group(NamedTuple):
@@ -98,7 +90,6 @@ class _Place(NamedTuple):
     address: int  # or the offset into the scratch
     width: int  # elements from row to row
     packed: bool
-    in_scratch: bool
     end: int  # of the scratch that is taken by now
 
 
@@ -121,21 +112,18 @@ def _places(
 
 
 def _pair(entry: NormEntry, dtype: torch.dtype, taken: int) -> tuple[_Place, _Place]:
-    kept_A, kept_B = (None, None) if entry.cast is None else (entry.cast.A, entry.cast.B)
-    A = _place(entry.lora_A, kept_A, dtype, taken)
-    return A, _place(entry.lora_B, kept_B, dtype, A.end)
+    A = _place(entry.lora_A, dtype, taken)
+    return A, _place(entry.lora_B, dtype, A.end)
 
 
-def _place(tensor: Tensor, kept: Tensor | None, dtype: torch.dtype, taken: int) -> _Place:
+def _place(tensor: Tensor, dtype: torch.dtype, taken: int) -> _Place:
     rows, columns = tensor.shape
     if not tensor.numel():
-        return _Place(0, _ALIGN, False, False, taken)  # never read
-    if kept is not None:
-        return _Place(kept.data_ptr(), columns, True, False, taken)
+        return _Place(0, _ALIGN, False, taken)  # never read
     if tensor.dtype == dtype and lies_even(tensor):
-        return _Place(tensor.data_ptr(), columns, False, False, taken)
+        return _Place(tensor.data_ptr(), columns, False, taken)
     width = _up(columns * dtype.itemsize, _ALIGN) // dtype.itemsize
-    return _Place(taken, width, True, True, _up(taken + rows * width * dtype.itemsize, 128))
+    return _Place(taken, width, True, _up(taken + rows * width * dtype.itemsize, 128))
 
 
 def _up(count: int, multiple: int) -> int:
@@ -151,10 +139,10 @@ def _pointers(entry: NormEntry, A: _Place, B: _Place) -> list[int]:
 
 
 def _size(entry: NormEntry, A: _Place, B: _Place, split_k: int, parts: int) -> list[int]:
-    """N, K, R, splits of K, first part, widths of A and B, whether in scratch, R or 0 for s = 0."""
+    """N, K, R, splits of K, first part, widths and packed or not of A and B, R or 0 for s = 0."""
     (n, k), r = entry.weight.shape, entry.lora_A.shape[0]
     used = r if entry.scale else 0
-    return [n, k, r, -(-k // split_k), parts, A.width, B.width, A.in_scratch, B.in_scratch, used]
+    return [n, k, r, -(-k // split_k), parts, A.width, B.width, A.packed, B.packed, used]
 
 
 def _group(

@@ -1,8 +1,8 @@
 """A and B as the products take them: cast to the compute dtype, both in one launch.
 
 Two casts by PyTorch are two launches; at three calls a layer and step (forward, recomputation,
-backward) that is host time worth saving. To keep all casts would cost as much memory as half the
-adapters: `adapters/kept_casts` keeps as many as that is cheap for, and these are never made here.
+backward) that is host time worth saving. Keeping the casts instead would cost as much memory as
+half the adapters. Layers whose order is known cast a few at a time: `cast_windows`.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ from torch.nn import functional as F
 
 from hirank.kernels._backend import REFERENCE, GainPass, gain_pass_for
 from hirank.kernels._low_rank import back_of, hidden_of, low_rank, moved
-from hirank.kernels._operands import Cast
 from hirank.kernels._products import product
+from hirank.kernels.cast_windows import LayerCasts
 from hirank.kernels.dora_decode import decodes, dora_decode
 from hirank.kernels.dora_norm import dora_gain
 from hirank.kernels.joined_gemm import joined_gemm
@@ -68,14 +68,14 @@ def dora_linear_fwd_ref(
     bias: Tensor | None,
     scale: float,
     gain_pass: GainPass = REFERENCE,
-    cast: Cast | None = None,
+    casts: LayerCasts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y [..., N] and h = s x A^T [M, R]. Without magnitude: plain LoRA.
 
-    `cast`: A and B in the dtype of x, where the caller has them.
+    `casts`: where the caller has A and B in the dtype of x.
     """
     rows = _rows(x)
-    h, B = hidden_of(rows, lora_A, lora_B, scale, cast)
+    h, B = hidden_of(rows, lora_A, lora_B, scale, casts)
     tile = gain_pass.tile(rows, weight, B, by_column=True)
     if tile is not None:
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
@@ -126,7 +126,7 @@ def dora_linear_bwd_ref(
     scale: float,
     needs: Sequence[bool] = (True, True, True, True, True),
     gain_pass: GainPass = REFERENCE,
-    cast: Cast | None = None,
+    casts: LayerCasts | None = None,
 ) -> DoraLinearGrads:
     """Hand-written backward; x, y and dy with any leading dimensions, dx with those of x.
 
@@ -146,7 +146,7 @@ def dora_linear_bwd_ref(
         t, dm = _rows(dy), None
     dx = dA = None
     if need_x or need_A:
-        tB, A, owed = back_of(t, A, B, scale, cast)  # [M, R]
+        tB, A, owed = back_of(t, A, B, scale, casts)  # [M, R]
         if need_x:
             dx = _input_gradient(x, t, weight, tB, A, gain_pass)
         if need_A:
@@ -242,10 +242,10 @@ class _DoraLinear(torch.autograd.Function):
         norm: Tensor | None,
         scale: float,
         gain_pass: GainPass,
-        cast: Cast | None,
+        casts: LayerCasts | None,
     ) -> Tensor:
         y, h = dora_linear_fwd_ref(
-            x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass, cast
+            x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass, casts
         )
         needs = ctx.needs_input_grad
         if True in needs:
@@ -253,7 +253,7 @@ class _DoraLinear(torch.autograd.Function):
             ctx.save_for_backward(x, h, y if needs[3] else None)
             ctx.weights = Weights(lora_A, lora_B, magnitude, bias, weight, norm)
             ctx.versions = ctx.weights.versions()
-            ctx.scale, ctx.gain_pass, ctx.cast = scale, gain_pass, cast
+            ctx.scale, ctx.gain_pass, ctx.casts = scale, gain_pass, casts
         return y
 
     @staticmethod
@@ -266,7 +266,7 @@ class _DoraLinear(torch.autograd.Function):
         found = dora_linear_bwd_ref(
             dys[0], x, h, y, weights.weight, weights.lora_A, weights.lora_B, weights.magnitude,
             weights.norm, weights.bias, ctx.scale, ctx.needs_input_grad[:5], ctx.gain_pass,
-            ctx.cast,
+            ctx.casts,
         )  # fmt: skip
         return *found, None, None, None, None, None
 
@@ -385,12 +385,11 @@ def owned_linear(
     bias: Tensor | None,
     scale: float,
     backend: str = "auto",
-    cast: Cast | None = None,
+    casts: LayerCasts | None = None,
 ) -> Tensor:
     """`dora_linear` without its checks: x and weight are in the compute dtype, shapes fit.
 
-    `cast`: A and B in that dtype, where the caller keeps them; its values may change only with
-    those of A and B.
+    `casts`: where the caller has A and B in that dtype.
     """
     if bias is not None and bias.dtype != weight.dtype:
         bias = bias.to(weight.dtype)
@@ -398,12 +397,12 @@ def owned_linear(
         gain_pass = gain_pass_for(backend, x, weight.shape[0])
         wrapped = torch._C._are_functorch_transforms_active()
         apply: Any = _DoraLinear.apply if wrapped else _apply
-        y: Tensor = apply(x, lora_A, lora_B, magnitude, bias, weight, norm, scale, gain_pass, cast)
+        y: Tensor = apply(x, lora_A, lora_B, magnitude, bias, weight, norm, scale, gain_pass, casts)
         return y
     if backend != "torch" and decodes(x, weight, lora_A, lora_B):
         return dora_decode(x, weight, lora_A, lora_B, magnitude, norm, bias, scale)
     gain_pass = gain_pass_for(backend, x, weight.shape[0])
     y, _ = dora_linear_fwd_ref(
-        x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass, cast
+        x, weight, lora_A, lora_B, magnitude, norm, bias, scale, gain_pass, casts
     )
     return y

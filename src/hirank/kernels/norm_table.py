@@ -9,9 +9,8 @@ Nothing larger than a tile is formed and nothing cancels, so no row needs a seco
 need not be kept: it comes with the tile of W, which has to be read anyway.
 
 Launches   one for the prints, one for the squares, one for the roots. Adapters that cannot be
-           multiplied as they lie (fp32 under bf16; odd sizes) are packed first, where the caller
-           wants to keep them so, or else a group of layers at a time within `SCRATCH_BYTES`: two
-           launches a group instead of one in all.
+           multiplied as they lie (fp32 under bf16; odd sizes) are packed first, a group of layers
+           at a time within `SCRATCH_BYTES`: two launches a group instead of one in all.
 Shapes     per layer: weight [N, K]; lora_A [R, K]; lora_B [N, R]; norm [N] fp32.
 Precision  A and B are rounded to `dot_dtype`, as in the forward; products of bf16 pairs are exact
            in fp32. fp32 operands use full-precision products. With B = 0 a row's bits are those of
@@ -92,11 +91,11 @@ def _kept(new, old, forced, layer):
 
 @jit
 def _pack_kernel(
-    scratch, new, old, forced, pointers, sizes, factors, blocks,
+    scratch, new, old, forced, pointers, sizes, blocks,
     AB_TYPE: tl.constexpr, TYPE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # one program copies one block of A (kind 0), times its factor, or of B (kind 1)
+    # one program copies one block of A (kind 0) or B (kind 1)
     p_block = blocks + tl.program_id(0) * 4
     layer, kind = tl.load(p_block), tl.load(p_block + 1)
     if _kept(new, old, forced, layer):
@@ -108,8 +107,7 @@ def _pack_kernel(
     if EVEN:
         columns, width = tl.multiple_of(columns, 8), tl.multiple_of(width, 8)
     p_from = tl.load(pointers + layer * 6 + 1 + kind).to(tl.pointer_type(AB_TYPE))
-    in_scratch = tl.load(p_size + 7 + kind).to(tl.int64)
-    p_to = tl.load(pointers + layer * 6 + 4 + kind) + in_scratch * scratch.to(tl.int64)
+    p_to = scratch.to(tl.int64) + tl.load(pointers + layer * 6 + 4 + kind)
     p_to = p_to.to(tl.pointer_type(TYPE))
     o_row = tl.load(p_block + 2) * ROWS + tl.arange(0, ROWS)[:, None]
     o_column = tl.load(p_block + 3) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -118,14 +116,13 @@ def _pack_kernel(
     if EVEN:
         p_from, p_to = tl.multiple_of(p_from, [16, 16]), tl.multiple_of(p_to, [16, 16])
     b = tl.load(p_from, mask=(o_row < rows) & (o_column < columns), other=0.0)
-    b = b.to(tl.float32) * tl.where(kind == 0, tl.load(factors + layer), 1.0)
     tl.store(p_to, b.to(TYPE), mask=(o_row < rows) & (o_column < width))  # padded with zeros
 
 
 @jit
 def _operand(scratch, pointers, sizes, layer, i, TYPE: tl.constexpr):
-    in_scratch = tl.load(sizes + layer * 10 + 7 + i).to(tl.int64)
-    address = tl.load(pointers + layer * 6 + 4 + i) + in_scratch * scratch.to(tl.int64)
+    packed = tl.load(sizes + layer * 10 + 7 + i).to(tl.int64)
+    address = tl.load(pointers + layer * 6 + 4 + i) + packed * scratch.to(tl.int64)
     address = tl.where(address == 0, pointers.to(tl.int64), address)  # empty: any that is valid
     return address.to(tl.pointer_type(TYPE))
 
@@ -256,8 +253,7 @@ class NormTable:
         made = lay_out(entries, dot_dtype, self._tile)
         self._parts, self._scratch_bytes = made.parts, made.scratch_bytes
         self._pointers, self._sizes = made.pointers.to(self._device), made.sizes.to(self._device)
-        self._scales = self._of_layers([e.scale / e.factor for e in entries])
-        self._factors = self._of_layers([e.factor for e in entries])
+        self._scales = torch.tensor([e.scale for e in entries]).to(self._device, torch.float32)
         self._groups = [(g.packs.to(self._device), g.tiles.to(self._device)) for g in made.groups]
         self._roots, self._chunks = made.roots.to(self._device), made.chunks.to(self._device)
         # rows of whole 16 bytes: Triton compiles a kernel anew for every alignment it meets
@@ -266,9 +262,6 @@ class NormTable:
         self._flags: dict[tuple[int, ...] | bool, Tensor] = {}
         self._turn = 0
         self.computed = torch.zeros(len(entries), dtype=torch.int32, device=self._device)
-
-    def _of_layers(self, values: list[float]) -> Tensor:
-        return torch.tensor(values).to(self._device, torch.float32)
 
     def accept(self) -> None:
         """Take the weights as they are for those the norms belong to: one launch."""
@@ -329,7 +322,7 @@ class NormTable:
     def _pack(self, scratch: Tensor, changed: tuple[Tensor, ...], blocks: Tensor) -> None:
         _, ab_type, dtype = self._types
         _pack_kernel[(blocks.shape[0],)](
-            scratch, *changed, self._pointers, self._sizes, self._factors, blocks,
+            scratch, *changed, self._pointers, self._sizes, blocks,
             AB_TYPE=tl_type(ab_type), TYPE=tl_type(dtype), EVEN=self._even_packs,
             ROWS=PACK[0], COLUMNS=PACK[1],
         )  # fmt: skip
