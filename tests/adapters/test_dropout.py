@@ -36,6 +36,9 @@ class Norms:
         W, A, B = (tensor.detach().to(dtype).to(wide) for tensor in (weight, A, B))
         return (W + scale * B @ A).norm(dim=1)
 
+    def at_hand(self, *asked):
+        return self.norm(*asked), None
+
 
 class Mask(nn.Module):
     """Dropout that drops the same entries every time."""
