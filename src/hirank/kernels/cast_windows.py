@@ -40,16 +40,21 @@ _VIEWS = 4096  # that a place keeps: windows begin where they began in the last 
 
 
 @jit(do_not_specialize=["base"])
-def _window_kernel(out, pointers, counts, starts, factors, blocks, base, BLOCK: tl.constexpr):
+def _window_kernel(
+    out, pointers, counts, starts, factors, blocks, base, EVEN: tl.constexpr, BLOCK: tl.constexpr
+):
     # one program casts one block of one matrix: A, times its factor, or B
     matrix = tl.load(blocks + tl.program_id(0) * 2)
     index = tl.load(blocks + tl.program_id(0) * 2 + 1)
-    source = tl.load(pointers + matrix).to(tl.pointer_type(tl.float32))
+    count = tl.load(counts + matrix)
     o = index.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = o < tl.load(counts + matrix)
-    b = tl.load(source + o, mask=mask, other=0.0) * tl.load(factors + matrix)
-    to = out + tl.load(starts + matrix) - base
-    tl.store(to + o, b.to(out.dtype.element_ty), mask=mask)
+    p_from = tl.load(pointers + matrix).to(tl.pointer_type(tl.float32)) + o
+    p_to = out + (tl.load(starts + matrix) - base) + o
+    if EVEN:  # 16 bytes at a time: the product says what a hint would not keep
+        p_from, p_to = tl.multiple_of(p_from, [16]), tl.multiple_of(p_to, [16])
+        count = count // 8 * 8
+    b = tl.load(p_from, mask=o < count, other=0.0) * tl.load(factors + matrix)
+    tl.store(p_to, b.to(out.dtype.element_ty), mask=o < count)
 
 
 _window = Launcher(_window_kernel)
@@ -94,6 +99,7 @@ class CastWindows:
         sizes = [-(-count // _ALIGN) * _ALIGN for count in counts]
         self._starts = [0, *accumulate(sizes)]  # of matrices, had all of them a place
         self._addresses = [t.data_ptr() for t in matrices]
+        self._even = not any(n % 8 for n in counts) and not any(p % 16 for p in self._addresses)
         self.factors = [float(x.scale) if rides(x.scale) else 1.0 for x in layers]
         self._programs = [0, *accumulate(-(-count // _BLOCK) for count in counts)]
         both = [f for factor in self.factors for f in (factor, 1.0)]
@@ -175,7 +181,7 @@ class CastWindows:
         place.turn = -1  # should the launch fail
         _window(
             (b - a, 1, 1), (place.out, *self._tables, self._blocks[a:b]),
-            (self._starts[2 * first],), (_BLOCK,), num_warps=8,
+            (self._starts[2 * first],), (self._even, _BLOCK), num_warps=8,
         )  # fmt: skip
         place.first, place.last, place.turn, place.used = first, last, turn, 0
         place.casts = [self._view(place, j) for j in range(first, last)]
