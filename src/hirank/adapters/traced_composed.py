@@ -128,7 +128,8 @@ def traced_composed(
         again = [d for d, a in zip(inputs, adapters, strict=True) if _twice(a)]
         everything = torch.cat([rows, *again]) if again else rows
         frozen = _frozen(everything, handle, narrow, n, torch.is_grad_enabled())
-        y, *others = torch.split(frozen, rows.shape[0]) if again else (frozen,)
+        others = list(torch.split(frozen, rows.shape[0])) if again else [frozen]
+        y = others.pop(0)
         for dropped, adapter, live in zip(inputs, adapters, lives, strict=True):
             base = others.pop(0) if _twice(adapter) else None
             norm = _norm_of(handle, adapter, live, dtype)
