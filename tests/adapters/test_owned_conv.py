@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hirank.adapters import stacked_conv
 from hirank.adapters.owned_conv import Moves, owned_conv
+from hirank.kernels._triton import interpreting
 from hirank.testing import assert_within_budget, outputs_and_gradients
 
 SCALE = 1.5
@@ -91,6 +93,16 @@ def hold(case, dtype, device, dora):
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients(case, dora):
     hold(case, torch.float32, "cpu", dora)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
+@pytest.mark.parametrize("case", ["stacked", "stacked, strided", "stacked, one image"])
+def test_branches_that_come_apart(case, dora, dtype, device, monkeypatch):
+    """Where one more tile of channels would cost more than a second call."""
+    monkeypatch.setattr(stacked_conv, "_TILE", 32)
+    if dtype == torch.float32 or interpreting() or device.type == "cuda":
+        hold(case, dtype, device, dora)
 
 
 @pytest.mark.gpu

@@ -83,8 +83,8 @@ class _OwnedConv(torch.autograd.Function):
         needs = ctx.needs_input_grad
         saved: tuple[Tensor | None, ...]
         if call.stacked:
-            y, kept = stacked_forward(x, weights, call.moves, call.scale, needs)
-            saved = x, kept, None
+            y, *kept = stacked_forward(x, weights, call.moves, call.scale, needs)
+            saved = x, *kept
         else:
             weights = _made_plain(weights, x.dtype)
             u, h = _branches(x, weights, call)
@@ -101,7 +101,7 @@ class _OwnedConv(torch.autograd.Function):
         if torch.is_grad_enabled():  # double backward
             found = _differentiable(weights, needs, call, x, dys[0])
         elif call.stacked:
-            found = stacked_backward(dys[0], x, h, weights, call.moves, call.scale, needs)
+            found = stacked_backward(dys[0], x, h, u, weights, call.moves, call.scale, needs)
         else:
             found = _gradients(weights, needs, call, x, h, u, dys[0])
         return *found, None, None, None

@@ -5,10 +5,11 @@
                 dB = s g dy h^T,  dm = sum(dy v) / norm from sum(dy u) and dy h^T
 
 A GPU takes less time for such a layer than the host for its launches, so what counts is how few
-they are: no second convolution over x, none over dy, and no pass for the sum of their gradients.
+they are: no second convolution over dy, no pass for the sum of gradients, and no second over x
+where the channels of both fit the GPU's tiles.
 
 Shapes     as in `adapters/conv`; u, t [I, N, ...]; h, th [I, R, ...].
-Saves      x, and [u; h] for dm or h alone.
+Saves      x and h, and (for dm) u.
 """
 
 from collections.abc import Sequence
@@ -83,19 +84,34 @@ def stackable(x: Tensor, weight: Tensor, lora_A: Tensor, lora_B: Tensor, groups:
 
 def stacked_forward(
     x: Tensor, weights: Weights, moves: Moves, scale: float, needs: Sequence[bool]
-) -> tuple[Tensor, Tensor | None]:
-    """y, and [u; h] or h where the gradients of the magnitude or of B want them."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y; h and u where the gradients of B and of the magnitude want them."""
     A, B, magnitude, bias, weight, norm = weights
-    wa, b = stack(weight, A, B, x.dtype)
-    uh = moves.forward(x, wa, None, 1).contiguous()
-    keep_h = needs[2] and not needs[3]
-    y, kept = join(uh, b, magnitude, norm, bias, scale, keep_h)
-    return y, kept if needs[2] or needs[3] else None
+    n, apart = len(weight), _apart(weight, A)
+    same = apart and weight.dtype == x.dtype  # W itself will do
+    wa, b = stack(weight[:0] if same else weight, A, B, x.dtype)
+    if apart:
+        u = moves.forward(x, weight if same else wa[:n], None, 1).contiguous()
+        h = moves.forward(x, wa if same else wa[n:], None, 1).contiguous()
+    else:
+        u, h = moves.forward(x, wa, None, 1).contiguous().split_with_sizes([n, len(A)], 1)
+    keep = needs[2] and not needs[3] and not apart  # h alone
+    y, h = join(u, h, b, magnitude, norm, bias, scale, keep)
+    return y, h if needs[2] or needs[3] else None, u if needs[3] else None
+
+
+_TILE = 128  # out channels that a GPU computes at a time
+
+
+def _apart(weight: Tensor, lora_A: Tensor) -> bool:
+    """Whether the branches come from two calls: in one, R more channels would take another tile."""
+    n, r = len(weight), len(lora_A)
+    return -(-n // _TILE) != -(-(n + r) // _TILE)
 
 
 def stacked_backward(
-    dy: Tensor, x: Tensor, kept: Tensor | None, weights: Weights, moves: Moves, scale: float,
-    needs: Sequence[bool],
+    dy: Tensor, x: Tensor, h: Tensor | None, u: Tensor | None, weights: Weights, moves: Moves,
+    scale: float, needs: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of x, A, B, magnitude and bias."""
     need_x, need_A, need_B, need_m, need_b = needs
@@ -105,11 +121,11 @@ def stacked_backward(
     dx = dA = dB = dm = None
     part = None
     if need_x or need_A or need_m:
-        t, part = spread(dy, kept if need_m else None, A.shape[0], magnitude, norm)
+        t, part = spread(dy, u if need_m else None, A.shape[0], magnitude, norm)
     if need_x or need_A:
         dx, dA = _through_kernels(t, x, weights, moves, scale, need_x, need_A)
-    if kept is not None:
-        raw = _outer(dy, kept, A.shape[0])
+    if h is not None:
+        raw = torch.bmm(dy.flatten(2), h.flatten(2).transpose(1, 2))  # [I, N, R]
         dm, dB = finish(part if need_m else None, raw, B, magnitude, norm, scale)
     return [dx, dA, dB if need_B else None, dm, db]
 
@@ -128,10 +144,3 @@ def _through_kernels(
     if not need_A:
         return dx, None
     return dx, moves.weight_gradient(t[:, n:], x, wa[n:], 1).to(A.dtype)
-
-
-def _outer(dy: Tensor, kept: Tensor, rank: int) -> Tensor:
-    """dy h^T of every image, [I, N, R]; h is the last channels of what was kept."""
-    images, channels = kept.shape[:2]
-    h = kept.view(images, channels, -1)[:, channels - rank :]
-    return torch.bmm(dy.view(images, dy.shape[1], -1), h.transpose(1, 2))

@@ -2,16 +2,17 @@
 
 The base kernel W and the adapter's A move over the input alike, so the kernel [W; A] of N + R out
 channels gives both branches in one call, and one transposed call gives the gradient of the input.
+The branches may as well come apart, where one call would take the GPU longer.
 
     stack       wa = [W; A] and B, in the compute dtype
-    join        y = g (u + s B h) + b               [u; h] = wa * x        g = m / norm, or 1
+    join        y = g (u + s B h) + b               u = W * x,  h = A * x        g = m / norm, or 1
     spread      [t; .] with t = g dy, and part = sum(dy u)
     finish      dm = (sum(part) + s sum(B raw)) / norm,  dB = s g raw      raw = dy h^T
 
 Each is one launch, where PyTorch's parts would be several.
 
-Shapes     wa [N + R, C, *k]; B [N, R]; uh, th [I, N + R, S]; y, dy [I, N, S]; h [I, R, S];
-           m, norm, b [N]; raw [I, N, R]; part [spans, I, N].
+Shapes     wa [N + R, C, *k]; B [N, R]; u, y, dy [I, N, S]; h [I, R, S]; t [I, N + R, S]; raw
+           [I, N, R]; part [spans, I, N]; m, norm, b [N]. Images of u and h may lie apart.
            I images, N out channels, R rank, S positions (all spatial dimensions in one).
 Precision  loads widen to fp32, one rounding at the store; sums in fp32, in a fixed order.
 """
@@ -54,7 +55,7 @@ def _stack_kernel(
 
 @jit
 def _join_kernel(
-    y, h, uh, lora_B, magnitude, norm, bias, scale, N, R, S,
+    y, kept, u, h, lora_B, magnitude, norm, bias, scale, N, R, S, U_IMAGE, H_IMAGE,
     HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP_H: tl.constexpr, IN_FP32: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -62,8 +63,8 @@ def _join_kernel(
     i_n, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n, m_s = o_n < N, o_s < S
-    p_u = uh + image * (N + R) * S
-    p_h = uh + (image * (N + R) + N) * S
+    p_u = u + image * U_IMAGE
+    p_h = h + image * H_IMAGE
     b_v = tl.zeros([BLOCK_N, BLOCK_S], dtype=tl.float32)
     for r in range(0, R, BLOCK_R):
         o_r = r + tl.arange(0, BLOCK_R)
@@ -80,7 +81,7 @@ def _join_kernel(
             b_v = tl.dot(b_B, b_h, b_v)
         if KEEP_H:
             if i_n == 0:
-                tl.store(h + image * R * S + o_h, b_h, mask=m_h)
+                tl.store(kept + image * R * S + o_h, b_h, mask=m_h)
     mask = m_n[:, None] & m_s[None, :]
     offsets = o_n[:, None].to(tl.int64) * S + o_s[None, :]
     b_v = tl.load(p_u + offsets, mask=mask, other=0.0).to(tl.float32) + scale * b_v
@@ -93,13 +94,14 @@ def _join_kernel(
 
 @jit
 def _spread_kernel(
-    t, part, dy, uh, magnitude, norm, P, N, R, S, SPAN,
+    t, part, dy, u, magnitude, norm, P, N, R, S, SPAN, U_IMAGE,
     HAS_GAIN: tl.constexpr, NEED_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    # planes of dy are rows of a matrix [I N, S]; those of t and u have R others between images
+    # planes of dy are rows of a matrix [I N, S]; those of t have R others between images
     o_p = (tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)).to(tl.int64)
     m_p = o_p < P
     place = (o_p + o_p // N * R) * S
+    p_u = u + o_p // N * U_IMAGE + o_p % N * S
     if HAS_GAIN:
         b_g = load_gain(magnitude, norm, o_p % N, m_p)
     b_sum = tl.zeros([BLOCK_P, BLOCK_S], dtype=tl.float32)
@@ -110,10 +112,10 @@ def _spread_kernel(
         b_t = b_dy
         if HAS_GAIN:
             b_t = b_dy * b_g[:, None]
-        offsets = place[:, None] + o_s[None, :]
-        tl.store(t + offsets, b_t.to(t.dtype.element_ty), mask=mask)
+        tl.store(t + place[:, None] + o_s[None, :], b_t.to(t.dtype.element_ty), mask=mask)
         if NEED_M:
-            b_sum += b_dy * tl.load(uh + offsets, mask=mask, other=0.0).to(tl.float32)
+            b_u = tl.load(p_u[:, None] + o_s[None, :], mask=mask, other=0.0)
+            b_sum += b_dy * b_u.to(tl.float32)
     if NEED_M:
         line = part + tl.program_id(1).to(tl.int64) * P
         tl.store(line + o_p, tl.sum(b_sum, axis=1), mask=m_p)
@@ -176,9 +178,12 @@ def _up_to(count: int, least: int, most: int) -> int:
 def stack(
     weight: Tensor, lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """[W; A] and B in `dtype`, of contiguous W, A [R, C, *k] and B [N, R, 1 ...]."""
+    """[W; A] and B in `dtype`, of contiguous W, A [R, C, *k] and B [N, R, 1 ...].
+
+    Of W [0, C, *k], A and B alone.
+    """
     n, r = lora_B.shape[:2]
-    wa = weight.new_empty((n + r, *weight.shape[1:]), dtype=dtype)
+    wa = weight.new_empty((len(weight) + r, *weight.shape[1:]), dtype=dtype)
     B = weight.new_empty((n, r), dtype=dtype)
     counts = weight.numel(), lora_A.numel(), n * r
     w, a, b = (-(-count // _COPIED) for count in counts)
@@ -189,39 +194,40 @@ def stack(
 
 
 def join(
-    uh: Tensor,
+    u: Tensor,
+    h: Tensor,
     B: Tensor,
     magnitude: Tensor | None,
     norm: Tensor | None,
     bias: Tensor | None,
     scale: float,
-    keep_h: bool,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """y [I, N, ...] of uh [I, N + R, ...] and, if asked for, h in memory of its own (else uh)."""
+    """y [I, N, ...] of u [I, N, ...] and h [I, R, ...]; and h, if asked for in its own memory."""
     n, r = B.shape
-    images, _, *sizes = uh.shape
+    images, _, *sizes = u.shape
     positions = math.prod(sizes)
-    y = uh.new_empty((images, n, *sizes))
-    h = uh.new_empty((images, r, *sizes)) if keep_h else uh
+    y = u.new_empty((images, n, *sizes))
+    kept = h.new_empty((images, r, *sizes)) if keep else h
     gain = (B, B) if magnitude is None or norm is None else (magnitude, norm)
     wide, ranks = _up_to(positions, 16, 128), _up_to(r, 16, 64)
     _join(
         (-(-positions // wide), -(-n // 64), images),
-        (y, h, uh, B, *gain, B if bias is None else bias),
-        (float(scale), n, r, positions),
-        (gain[0] is not B, bias is not None, keep_h, in_fp32(B.dtype) or B.dtype == torch.float32,
+        (y, kept, u, h, B, *gain, B if bias is None else bias),
+        (float(scale), n, r, positions, u.stride(0), h.stride(0)),
+        (gain[0] is not B, bias is not None, keep, in_fp32(B.dtype) or B.dtype == torch.float32,
          64, wide, ranks),
         num_warps=4,
     )  # fmt: skip
-    return y, h
+    return y, kept
 
 
 def spread(
-    dy: Tensor, uh: Tensor | None, rank: int, magnitude: Tensor | None, norm: Tensor | None
+    dy: Tensor, u: Tensor | None, rank: int, magnitude: Tensor | None, norm: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """t [I, N + R, ...] whose last R channels are to be filled, and part [spans, I, N].
 
-    dy is contiguous; uh is given where m wants a gradient, else part means nothing.
+    dy is contiguous; u is given where m wants a gradient, else part means nothing.
     """
     images, n, *sizes = dy.shape
     positions = math.prod(sizes)
@@ -229,16 +235,17 @@ def spread(
     wide = _up_to(positions, 16, _TILE)
     high, spans = max(1, _TILE // wide), -(-positions // _SPAN)
     part = dy
-    if uh is not None:
+    if u is not None:
         part = dy.new_empty((spans, images, n), dtype=torch.float32)
     gain = (dy, dy) if magnitude is None or norm is None else (magnitude, norm)
     _spread(
         (-(-images * n // high), spans, 1),
-        (t, part, dy, dy if uh is None else uh, *gain),
-        (images * n, n, rank, positions, min(_SPAN, -(-positions // wide) * wide)),
-        (gain[0] is not dy, uh is not None, high, wide),
+        (t, part, dy, dy if u is None else u, *gain),
+        (images * n, n, rank, positions, min(_SPAN, -(-positions // wide) * wide),
+         0 if u is None else u.stride(0)),
+        (gain[0] is not dy, u is not None, high, wide),
         num_warps=4,
-    )
+    )  # fmt: skip
     return t, part
 
 
