@@ -114,10 +114,11 @@ def infer(call, x):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 def test_a_new_scale_does_not_compile_anew(half, dropout):
-    model = perturb(wrap(Lin(SIZE, 2 * SIZE).cuda(), lora_dropout=dropout)).train()
-    model = model.bfloat16() if half else model
+    dtype = torch.bfloat16 if half else torch.float32
+    model = perturb(stock(Lin(SIZE, 2 * SIZE).cuda(), lora_dropout=dropout)).to(dtype)
+    hirank.accelerate(model).train()  # keeps m in fp32
     run = torch.compile(model, fullgraph=True)
-    x = torch.randn(8, SIZE, device="cuda", dtype=torch.bfloat16 if half else torch.float32)
+    x = torch.randn(8, SIZE, device="cuda", dtype=dtype)
     weights = [p for p in model.parameters() if p.requires_grad]
     for scale in (2.0, 0.3, 1.7):
         layer_of(model).set_scale("default", scale)
