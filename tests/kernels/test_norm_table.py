@@ -6,7 +6,7 @@ import torch
 from hirank.kernels import _norm_layout, norm_table
 from hirank.kernels._norm_tuning import HALF_SMALL, SCRATCH_BYTES
 from hirank.kernels._triton import HAS_TRITON, interpreting
-from hirank.kernels.dora_norm import dora_norm, row_square_sum
+from hirank.kernels.dora_norm import dora_norm, row_norm, row_square_sum
 from hirank.kernels.norm_table import NormEntry, NormTable
 
 pytestmark = pytest.mark.skipif(
@@ -86,6 +86,37 @@ def test_equals_the_definition(mix, sizes):
     made = make_table(entries, mix[0])
     assert_right(entries, mix[0])
     assert made.computed.tolist() == [1] * len(sizes)
+
+
+def turned(entries):
+    """The same with weights that lie as [K, N], as those of embeddings."""
+    return [e._replace(weight=e.weight.t().contiguous().t()) for e in entries]
+
+
+@pytest.mark.parametrize("sizes", [SIZES, EVEN_SIZES], ids=["odd", "even"])
+@pytest.mark.parametrize("mix", [MIXES[0], *HALVES[1:3]], ids=str)
+def test_weights_that_lie_turned(mix, sizes):
+    entries = turned(make_entries(mix, [size for size in sizes if size[0] > 1]))
+    made = make_table(entries, mix[0])
+    assert_right(entries, mix[0])
+    made.refresh()
+    entries[0].weight[0, 0] += 64  # one of the sample
+    made.refresh()
+    assert_right(entries, mix[0])
+    assert made.computed.tolist() == [2] + [1] * (len(entries) - 1)
+
+
+@pytest.mark.parametrize("sizes", [SIZES[:2], EVEN_SIZES[:1]], ids=["odd", "even"])
+@pytest.mark.parametrize("mix", [MIXES[0], MIXES[2]], ids=str)
+def test_turned_weights_without_adapter_have_the_bits_of_their_own_norm(mix, sizes):
+    entries = turned(make_entries(mix, sizes))
+    for entry in entries:
+        entry.lora_B.zero_()
+    make_table(entries, mix[0])
+    for entry in entries:
+        assert torch.equal(row_norm(entry.weight), entry.norm)
+        exact = entry.weight.double().norm(dim=1)
+        torch.testing.assert_close(entry.norm.double(), exact, rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("mix", HALVES, ids=str)

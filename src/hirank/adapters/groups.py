@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hirank.adapters.capture import capture_id, capturing, raw_stream
 from hirank.kernels._apart import apart
 from hirank.kernels.cast_windows import Castable, CastWindows, LayerCasts
-from hirank.kernels.dora_norm import fits_triton
+from hirank.kernels.dora_norm import as_it_lies, fits_triton
 from hirank.kernels.norm_replay import ReplayableNormTable
 from hirank.kernels.norm_table import NormEntry
 
@@ -116,14 +116,15 @@ class Family:
 def _key(weight: Tensor, lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype) -> Any:
     """What the layers of a group have in common."""
     fits = (
-        fits_triton(weight, lora_A, lora_B)
+        fits_triton(as_it_lies(weight), lora_A, lora_B)
         and dtype in (torch.float32, torch.bfloat16, torch.float16)
         and lora_A.dtype == lora_B.dtype
         and weight.device == lora_A.device == lora_B.device
         and lora_A.shape[1] == weight.shape[1]
         and tuple(lora_B.shape) == (weight.shape[0], lora_A.shape[0])
     )
-    return (weight.device, weight.dtype, lora_A.dtype, dtype) if fits else None
+    turned = not weight.is_contiguous()
+    return (weight.device, weight.dtype, lora_A.dtype, turned, dtype) if fits else None
 
 
 @dataclass(eq=False, slots=True)
@@ -158,7 +159,8 @@ class Member:
             and group.turns == group.family.turns
             and self.visible == (scale, *versions, *pointers)
             and self.watched[0] is weight  # `visible` is written last
-            and weight.is_contiguous()  # its data may have been transposed where they lie
+            # its data may have been transposed where they lie
+            and (weight.t() if group.turned else weight).is_contiguous()
             and self.watched[1] is lora_A
             and self.watched[2] is lora_B
             and (group.step == _step or not lora_A.requires_grad)
@@ -187,6 +189,7 @@ class Group:
         self.turns = 0
         self.index: int | None = key[0].index if key[0].type == "cuda" else None
         self._key = key
+        self.turned: bool = key[3]
         self._device: torch.device = key[0]
         self._dtype: torch.dtype = key[-1]
         self._caches: list[weakref.ref[NormCache]] = []

@@ -82,7 +82,10 @@ class ViewedNormCache(NormCache):
     def at_hand(
         self, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, LayerCasts | None]:
-        """As `NormCache.at_hand`."""
+        """As `NormCache.at_hand`; a new view of a weight counts as the one that is kept."""
+        kept = self._views
+        if kept is not None and weight is not kept.views[0] and _alike(weight, kept.views[0]):
+            weight = kept.views[0]
         if weight.is_cpu and _is_small(weight, lora_A, lora_B, dtype):
             return self._small_norm(weight, lora_A, lora_B, scale, dtype), None
         return super().at_hand(weight, lora_A, lora_B, scale, dtype)
@@ -100,6 +103,30 @@ class ViewedNormCache(NormCache):
         self._small[dtype] = kept
         self.counted += 1
         return kept.norm
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of the same entries of one tensor, in the same order."""
+    return (
+        a._is_view()
+        and a._base is b._base
+        and a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+    )
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of the same entries of one tensor, in the same order."""
+    return (
+        a._is_view()
+        and a._base is b._base
+        and a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+    )
 
 
 def _look(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:

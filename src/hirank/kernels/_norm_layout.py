@@ -29,7 +29,7 @@ _ALIGN = 16  # bytes: of every address and row that a tensor descriptor takes
 class NormEntry(NamedTuple):
     """One layer: where its weights are, and where its norm goes."""
 
-    weight: Tensor  # [N, K]
+    weight: Tensor  # [N, K], contiguous or the transpose of what is
     lora_A: Tensor  # [R, K]
     lora_B: Tensor  # [N, R]
     scale: float

@@ -82,7 +82,7 @@ def _square_sum(block: Tensor) -> Tensor:
 def row_square_sum(weight: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
     """||W[n]||^2 for every row: [N] fp32 (fp64 for an fp64 weight [N, K])."""
     acc = _accumulator(weight)
-    if fits_triton(weight):
+    if fits_triton(as_it_lies(weight)):
         return _without_adapter(weight, root=False)
     total = torch.zeros(weight.shape[0], dtype=acc, device=weight.device)
     for columns in _column_blocks(weight, 0, chunk_bytes):
@@ -93,7 +93,7 @@ def row_square_sum(weight: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
 @torch.no_grad()
 def row_norm(weight: Tensor) -> Tensor:
     """||W[n]|| for every row, [N]: to the bit what `dora_norm` gives for B = 0."""
-    if fits_triton(weight):
+    if fits_triton(as_it_lies(weight)):
         return _without_adapter(weight, root=True)
     return row_square_sum(weight).sqrt_()
 
@@ -163,7 +163,7 @@ def _launch(entry: NormEntry, *, root: bool) -> None:
     tensors = entry.weight, entry.lora_A, entry.lora_B, entry.norm
     key = (
         root, entry.scale, entry.weight.device, entry.weight.dtype, entry.lora_A.dtype,
-        *(t.shape for t in tensors), *(t.data_ptr() for t in tensors),
+        entry.weight.is_contiguous(), *(t.shape for t in tensors), *(t.data_ptr() for t in tensors),
     )  # fmt: skip
     table = _TABLES.get(key)
     if table is None:
@@ -180,6 +180,11 @@ def fits_triton(*tensors: Tensor) -> bool:
         ((t.is_cuda and HAS_TRITON) or interpreting()) and t.dtype in floats and t.is_contiguous()
         for t in tensors
     )
+
+
+def as_it_lies(weight: Tensor) -> Tensor:
+    """A weight of an embedding, which comes as a transpose, turned back; else the weight."""
+    return weight if weight.is_contiguous() else weight.t()
 
 
 def dora_gain(magnitude: Tensor, norm: Tensor) -> Tensor:
@@ -236,7 +241,7 @@ def dora_norm(
 
 def _fused_here(weight: Tensor, lora_A: Tensor, lora_B: Tensor, out: Tensor | None) -> bool:
     return (
-        fits_triton(weight, lora_A, lora_B)
+        fits_triton(as_it_lies(weight), lora_A, lora_B)
         and weight.dtype == lora_A.dtype == lora_B.dtype
         and weight.device == lora_A.device == lora_B.device
         and (out is None or (fits_triton(out) and out.dtype == torch.float32))

@@ -11,7 +11,8 @@ need not be kept: it comes with the tile of W, which has to be read anyway.
 Launches   one for the prints, one for the squares, one for the roots. Adapters that cannot be
            multiplied as they lie (fp32 under bf16; odd sizes) are packed first, a group of layers
            at a time within `SCRATCH_BYTES`: two launches a group instead of one in all.
-Shapes     per layer: weight [N, K]; lora_A [R, K]; lora_B [N, R]; norm [N] fp32.
+Shapes     per layer: weight [N, K]; lora_A [R, K]; lora_B [N, R]; norm [N] fp32. Weights may all
+           be turned, that is lie as [K, N], as those of embeddings do.
 Precision  A and B are rounded to `dot_dtype`, as in the forward; products of bf16 pairs are exact
            in fp32. fp32 operands use full-precision products. With B = 0 a row's bits are those of
            the same weight without adapter, provided `dot_dtype` is the same.
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from hirank.kernels._norm_layout import CHUNK, PACK, ROOT, NormEntry, lay_out, lies_even
 from hirank.kernels._norm_tuning import norm_tile
-from hirank.kernels._triton import dot_type, jit, tl, tl_type, use_workspace
+from hirank.kernels._triton import Launcher, dot_type, jit, tl, tl_type, use_workspace
 
 __all__ = ["NormEntry", "NormTable"]
 
@@ -137,10 +138,18 @@ def _tile(p, o_row, o_column, rows, columns, width, VECTOR: tl.constexpr):
 
 
 @jit
+def _weight_tile(p, o_n, o_k, N, K, TURNED: tl.constexpr, VECTOR: tl.constexpr):
+    if TURNED:
+        return tl.trans(_tile(p, o_k, o_n, K, N, N, VECTOR))
+    else:
+        return _tile(p, o_n, o_k, N, K, K, VECTOR)
+
+
+@jit
 def _squares_kernel(
     part, scratch, new, old, forced, pointers, sizes, scales, blocks,
     W_TYPE: tl.constexpr, TYPE: tl.constexpr, DOT: tl.constexpr,
-    W_VECTOR: tl.constexpr, VECTOR: tl.constexpr,
+    W_VECTOR: tl.constexpr, TURNED: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT_K: tl.constexpr,
     DESCRIPTORS: tl.constexpr, FLAT: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -152,8 +161,12 @@ def _squares_kernel(
         if kept:
             return
     p_size = sizes + layer * 10
-    N, R, ranks = tl.load(p_size), tl.load(p_size + 2), tl.load(p_size + 9)
-    K = tl.multiple_of(tl.load(p_size + 1), W_VECTOR)
+    N, K = tl.load(p_size), tl.load(p_size + 1)
+    R, ranks = tl.load(p_size + 2), tl.load(p_size + 9)
+    if TURNED:
+        N = tl.multiple_of(N, W_VECTOR)
+    else:
+        K = tl.multiple_of(K, W_VECTOR)
     lda = tl.multiple_of(tl.load(p_size + 5), VECTOR)
     ldb = tl.multiple_of(tl.load(p_size + 6), VECTOR)
     scale = tl.load(scales + layer)
@@ -167,7 +180,7 @@ def _squares_kernel(
         d_B = tl.make_tensor_descriptor(
             lora_B, shape=[N, ldb], strides=[ldb, 1], block_shape=[BLOCK_N, BLOCK_R]
         )
-        if W_VECTOR > 1:
+        if W_VECTOR > 1 and not TURNED:
             d_W = tl.make_tensor_descriptor(
                 weight, shape=[N, K], strides=[K, 1], block_shape=[BLOCK_N, BLOCK_K]
             )
@@ -190,10 +203,10 @@ def _squares_kernel(
                 b_B = _tile(lora_B, o_n, r + o_r, N, ldb, ldb, VECTOR)
                 b_A = _tile(lora_A, r + o_r, k + o_k, R, lda, lda, VECTOR)
             b_dot = tl.dot(b_B.to(DOT), b_A.to(DOT), b_dot, input_precision="ieee")
-        if DESCRIPTORS and W_VECTOR > 1:
+        if DESCRIPTORS and W_VECTOR > 1 and not TURNED:
             b_W = d_W.load([i_n * BLOCK_N, k])
         else:
-            b_W = _tile(weight, o_n, k + o_k, N, K, K, W_VECTOR)
+            b_W = _weight_tile(weight, o_n, k + o_k, N, K, TURNED, W_VECTOR)
         b_full = b_W.to(tl.float32) + scale * b_dot
         b_sum += tl.sum(b_full * b_full, axis=1)
     p_part = part + tl.load(p_size + 4) + i_k * N + o_n
@@ -226,13 +239,18 @@ def _root_kernel(
 
 # What is launched.
 
+_PRINT = Launcher(_print_kernel)
+_PACK = Launcher(_pack_kernel)
+_SQUARES = Launcher(_squares_kernel)
+_ROOT = Launcher(_root_kernel)
+
 
 class NormTable:
     """Pointers of many layers on their device, and the prints of what they last held.
 
-    All entries share the dtypes of weight and adapter, and one device; all are contiguous. The
-    tensors must outlive the table's use at the addresses they have now; a caller that sees one
-    move builds a new table.
+    All entries share the dtypes of weight and adapter, and one device; all are contiguous, but that
+    the weights may all be transposes of contiguous ones. The tensors must outlive the table's use
+    at the addresses they have now; a caller that sees one move builds a new table.
 
     Args:
         entries: the layers, at least one.
@@ -247,9 +265,12 @@ class NormTable:
         self._device = first.weight.device
         self._types = first.weight.dtype, first.lora_A.dtype, dot_dtype
         self._root = root
-        self._even = all(lies_even(e.weight) for e in entries)
+        self._turned = not first.weight.is_contiguous()
+        lying = [e.weight.t() if self._turned else e.weight for e in entries]
+        self._even = all(map(lies_even, lying))
         self._tile = norm_tile(dot_dtype, self._device, self._even and first.weight.itemsize == 2)
         self._even_packs = all(_aligned(t) for e in entries for t in (e.lora_A, e.lora_B))
+        self._options = self._tile.options(self._device)
         made = lay_out(entries, dot_dtype, self._tile)
         self._parts, self._scratch_bytes = made.parts, made.scratch_bytes
         self._pointers, self._sizes = made.pointers.to(self._device), made.sizes.to(self._device)
@@ -258,7 +279,7 @@ class NormTable:
         self._roots, self._chunks = made.roots.to(self._device), made.chunks.to(self._device)
         # rows of whole 16 bytes: Triton compiles a kernel anew for every alignment it meets
         rows = 3, -(-len(entries) // 4) * 4
-        self._prints = torch.zeros(rows, dtype=torch.int32, device=self._device)
+        self._prints = torch.zeros(rows, dtype=torch.int32, device=self._device).unbind()
         self._flags: dict[tuple[int, ...] | bool, Tensor] = {}
         self._turn = 0
         self.computed = torch.zeros(len(entries), dtype=torch.int32, device=self._device)
@@ -288,11 +309,13 @@ class NormTable:
         old, new, following = (self._prints[(self._turn + i) % 3] for i in range(3))
         self._turn += 1
         w_type, ab_type, _ = self._types
-        _print_kernel[(self._chunks.shape[0],)](
-            new, following, self._pointers, self._sizes, self._chunks,
-            WIDE=ab_type == torch.float32, W_WIDE=w_type == torch.float32,
-            EVEN=self._even_packs, CHUNK=CHUNK,
-        )  # fmt: skip
+        _PRINT(
+            (self._chunks.shape[0], 1, 1),
+            (new, following, self._pointers, self._sizes, self._chunks),
+            (),
+            (ab_type == torch.float32, w_type == torch.float32, self._even_packs, CHUNK),
+            num_warps=4,
+        )
         return old, new
 
     def _forced(self, force: bool | Sequence[int]) -> Tensor:
@@ -314,31 +337,38 @@ class NormTable:
             if packs.shape[0]:
                 self._pack(scratch, changed, packs)
             self._square(part, scratch, changed, tiles)
-        _root_kernel[(self._roots.shape[0],)](
-            part, *changed, self.computed, self._pointers, self._sizes, self._roots,
-            ROOT=self._root, BLOCK_N=ROOT,
-        )  # fmt: skip
+        _ROOT(
+            (self._roots.shape[0], 1, 1),
+            (part, *changed, self.computed, self._pointers, self._sizes, self._roots),
+            (),
+            (self._root, ROOT),
+            num_warps=4,
+        )
 
     def _pack(self, scratch: Tensor, changed: tuple[Tensor, ...], blocks: Tensor) -> None:
         _, ab_type, dtype = self._types
-        _pack_kernel[(blocks.shape[0],)](
-            scratch, *changed, self._pointers, self._sizes, blocks,
-            AB_TYPE=tl_type(ab_type), TYPE=tl_type(dtype), EVEN=self._even_packs,
-            ROWS=PACK[0], COLUMNS=PACK[1],
-        )  # fmt: skip
+        _PACK(
+            (blocks.shape[0], 1, 1),
+            (scratch, *changed, self._pointers, self._sizes, blocks),
+            (),
+            (tl_type(ab_type), tl_type(dtype), self._even_packs, *PACK),
+            num_warps=4,
+        )
 
     def _square(
         self, part: Tensor, scratch: Tensor, changed: tuple[Tensor, ...], blocks: Tensor
     ) -> None:
         w_type, _, dtype = self._types
         tile = self._tile
-        _squares_kernel[(blocks.shape[0],)](
-            part, scratch, *changed, self._pointers, self._sizes, self._scales, blocks,
-            W_TYPE=tl_type(w_type), TYPE=tl_type(dtype), DOT=dot_type(dtype),
-            W_VECTOR=16 // w_type.itemsize if self._even else 1, VECTOR=16 // dtype.itemsize,
-            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_R=tile.block_r,
-            SPLIT_K=tile.split_k, DESCRIPTORS=tile.descriptors,
-            FLAT=tile.flat, SPECIALIZED=tile.specialized, **tile.options(self._device),
+        _SQUARES(
+            (blocks.shape[0], 1, 1),
+            (part, scratch, *changed, self._pointers, self._sizes, self._scales, blocks),
+            (),
+            (tl_type(w_type), tl_type(dtype), dot_type(dtype),
+             16 // w_type.itemsize if self._even else 1, self._turned, 16 // dtype.itemsize,
+             tile.block_n, tile.block_k, tile.block_r, tile.split_k,
+             tile.descriptors, tile.flat, tile.specialized),
+            **self._options,
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -347,6 +377,9 @@ class NormTable:
             yield
             return
         use_workspace()
+        if self._device.index == torch._C._cuda_getDevice():
+            yield
+            return
         with torch.cuda.device(self._device):
             yield
 
