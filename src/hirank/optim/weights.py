@@ -214,7 +214,7 @@ def quantize_weights(model: nn.Module, names: Iterable[str]) -> int:
         HirankError: one is sharded by FSDP2.
     """
     count = _quantize_each(model, names)
-    if count and torch.cuda.is_initialized():
+    if count and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     return count
 
