@@ -117,18 +117,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are views of the same entries of one tensor, in the same order."""
-    return (
-        a._is_view()
-        and a._base is b._base
-        and a.data_ptr() == b.data_ptr()
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.dtype == b.dtype
-    )
-
-
 def _look(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
     """||W + s B A|| per row or its square, quickly. No autocast is on: the weights are wide."""
     if weight.is_contiguous():

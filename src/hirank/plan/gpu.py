@@ -208,6 +208,10 @@ class _Norms:
             self._kept = next(made), next(made)
         return self._kept[1]
 
+    def at_hand(self, weight: Tensor, *more: Any) -> tuple[Tensor, None]:
+        """The norm; and no casts, so that each call makes its own, as large as a window at most."""
+        return self.norm(weight, *more), None
+
     def clear(self) -> None:
         """As a NormCache forgets."""
         self._kept = None
