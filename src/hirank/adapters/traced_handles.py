@@ -49,7 +49,7 @@ def _scale(handle: Tensor, name: str) -> Tensor:
             f"The scale of adapter {name!r} became a tensor after the model was compiled (PEFT's "
             "prepare_model_for_compiled_hotswap makes it one): compile the model again."
         )
-    return torch.tensor(scale, dtype=torch.float64, device="cpu")
+    return torch.scalar_tensor(scale, dtype=torch.float64, device="cpu")
 
 
 def _like_scale(handle: Tensor, name: str) -> Tensor:

@@ -102,8 +102,8 @@ def called(
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """All is cast by then; whoever runs a graph may have autocast on, or not."""
     kind = x.device.type
-    available = torch.amp.is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if available else nullcontext()
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()
 
 
 def _like(x: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, *rest: Any) -> Any:
