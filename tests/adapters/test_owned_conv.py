@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hirank.adapters import stacked_conv
+from hirank.adapters import conv, stacked_conv
+from hirank.adapters.layers import Adapter
 from hirank.adapters.owned_conv import Moves, owned_conv
 from hirank.kernels._triton import interpreting
 from hirank.testing import assert_within_budget, outputs_and_gradients
@@ -103,6 +104,24 @@ def test_branches_that_come_apart(case, dora, dtype, device, monkeypatch):
     monkeypatch.setattr(stacked_conv, "_TILE", 32)
     if dtype == torch.float32 or interpreting() or device.type == "cuda":
         hold(case, dtype, device, dora)
+
+
+@pytest.mark.parametrize("case", ["plain", "stacked", "last", "grouped"])
+def test_plain_lora_gives_the_same_in_parts(case, device, monkeypatch):
+    """Which a GPU that waits for the host is given."""
+    leaves, weight, _, moves = make(torch.float32, device, **CASES[case])
+    margins = [side for side in moves.padding for _ in range(2)]
+    geometry = conv.Geometry(*moves[:4], "zeros", margins)
+    found = []
+    for busy in (0, 2**60):
+        monkeypatch.setattr(conv, "_BUSY", busy)
+        given = {k: v.clone().requires_grad_() for k, v in leaves.items() if k != "m"}
+        adapter = Adapter(given["A"], given["B"], None, SCALE, None, None)
+        y = conv.conv_forward(given["x"], weight, given["bias"], geometry, [adapter])
+        y.square().sum().backward()
+        found.append([y.detach(), *(t.grad for t in given.values())])
+    for ours, parts in zip(*found, strict=True):
+        torch.testing.assert_close(ours, parts, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.gpu

@@ -83,7 +83,7 @@ def conv_forward(
             "or run under autocast."
         )
     x = x.to(dtype)
-    if len(adapters) == 1 and _ownable(x, geometry, adapters[0]):
+    if len(adapters) == 1 and _ownable(x, weight, geometry, adapters[0]):
         return _owned(x, weight, bias, geometry, adapters[0], backend)
     given = _Given(x, _padded(x, geometry), weight, weight.to(dtype), _cast(bias, dtype), geometry)
     y = _convolved(given.padded, given.cast, given.bias, geometry)
@@ -104,15 +104,29 @@ def _compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
-def _ownable(x: Tensor, geometry: Geometry, adapter: Adapter) -> bool:
-    """Whether one node of autograd is to stand for the whole layer; on a CPU its parts are fast."""
+def _ownable(x: Tensor, weight: Tensor, geometry: Geometry, adapter: Adapter) -> bool:
+    """Whether one node of autograd is to stand for the whole layer.
+
+    On a CPU its parts are fast; so are those of plain LoRA where a GPU waits for the host, as their
+    gradients need no Python.
+    """
+    parts = adapter.magnitude is None and x.is_cuda and _waits_for_host(x, weight)
     return (
         (x.is_cuda or interpreting())
+        and not parts
         and adapter.dropout is None
         and not isinstance(geometry.padding, str)
         and x.numel() > 0
         and not torch.compiler.is_compiling()
     )
+
+
+def _waits_for_host(x: Tensor, weight: Tensor) -> bool:
+    """Whether a GPU is done with all passes of a convolution before the host has launched them."""
+    return x.numel() // max(1, x.shape[1]) * weight.numel() < _BUSY
+
+
+_BUSY = 2**36  # products; three times as many take an H200 a millisecond
 
 
 def _owned(
@@ -195,6 +209,8 @@ def _add_adapter(y: Tensor, given: _Given, adapter: Adapter, backend: str) -> Te
     hidden = _convolved(dropped, A.to(dtype), None, geometry, groups=1)
     norm = _norm(adapter, given.weight, geometry.groups, dtype)
     if magnitude is None or norm is None:
+        if _waits_for_host(given.x, given.weight):  # autograd has more to do for a GEMM that adds
+            return torch.add(y, _pointwise(hidden, B.to(dtype), geometry.groups), alpha=scale)
         return _added(y, hidden, B.to(dtype), scale, geometry.groups)
     magnitude = magnitude.flatten()
     if dropout is not None and not single_gemm:
