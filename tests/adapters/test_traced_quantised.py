@@ -48,8 +48,7 @@ def qdora(kind="nf4", dtype=torch.float32, **config):
 
 
 def compiled(model, backend="aot_eager"):
-    layer = layer_of(model)
-    return torch.compile(lambda x: in_one_graph(layer, x), fullgraph=True, backend=backend)
+    return torch.compile(model, fullgraph=True, backend=backend)
 
 
 def trained(model):
@@ -121,16 +120,8 @@ def test_layers_that_are_alike_share_a_graph(kind):
     layers = nn.ModuleList([layer_of(qdora(kind, lora_alpha=alpha)) for alpha in (4, 8, 12)])
     counter, x = CompileCounterWithBackend("aot_eager"), inputs(5, K)
 
-    class Block(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return in_one_graph(self.layer, x)
-
     for layer in layers:
-        run = torch.compile(Block(layer), fullgraph=True, backend=counter)
+        run = torch.compile(layer, fullgraph=True, backend=counter)
         torch.testing.assert_close(run(x), layer(x), rtol=1e-5, atol=1e-6)
     assert counter.frame_count == 1
 

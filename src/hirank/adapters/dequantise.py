@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hirank.adapters.four_bits import (
     FLOATS,
     dtypes_4bit,
+    is_packed,
     obstacle_4bit,
     own_4bit,
     sharded,
@@ -315,7 +316,7 @@ def _kind(**parts: Any) -> Kind:
 def _weight_4bit(layer: Any, dtype: torch.dtype) -> Tensor:
     """In one launch where the kernel reads it; the bits are bitsandbytes' own."""
     state, shape = state_4bit(layer), (layer.out_features, layer.in_features)
-    if dtype in FLOATS[1:] and state.quant_type == "nf4":
+    if dtype in FLOATS[1:] and state.quant_type == "nf4" and not is_packed(layer):
         given = _nf4(layer.weight.data, state)
         if (direct(given.data) or interpreting()) and reads_nf4(given, shape):
             return dequantize_nf4(given, shape, dtype)
@@ -323,8 +324,8 @@ def _weight_4bit(layer: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _nf4(data: Tensor, state: Any) -> Nf4:
-    two = state.state2
-    nested = (two.absmax, two.code, state.offset, two.blocksize) if state.nested else None
+    two = getattr(state, "state2", None)  # gone where scales were laid out for a CPU
+    nested = None if two is None else (two.absmax, two.code, state.offset, two.blocksize)
     return Nf4(data, state.absmax, state.code, state.blocksize, nested)
 
 

@@ -24,6 +24,7 @@ from hirank.kernels.dora_linear import (
     GainPass,
     Weights,
     activations,
+    by_formula,
     differentiable_grads,
     dora_linear_bwd_ref,
     dora_linear_fwd_ref,
@@ -135,7 +136,7 @@ _apply: Any = super(torch.autograd.Function, _OwnedQuantised).apply
 def _backward(ctx: Any, dy: Tensor, x: Tensor, h: Tensor, y: Tensor | None) -> Sequence[Any]:
     needs = ctx.needs_input_grad[:5]
     weights: Weights = ctx.weights._replace(weight=ctx.base.weight())
-    if torch.is_grad_enabled():  # double backward
+    if by_formula(dy):
         return differentiable_grads(weights, needs, ctx.scale, x, dy)
     dx, *grads = dora_linear_bwd_ref(
         dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), h,

@@ -15,11 +15,11 @@ from torch import Tensor
 from hirank.adapters.dequantise import Kind, Packed, kind_of
 from hirank.adapters.quantised import forward_parts
 from hirank.adapters.quantised_norms import QuantisedNorms
-from hirank.adapters.traced_handles import found_layer, handle_for
+from hirank.adapters.traced_handles import found_layer
 from hirank.adapters.traced_op import Operands, called, register_layer
 from hirank.kernels.dora_linear import dora_linear_bwd_ref
 
-__all__ = ["handle_for", "norm_now", "packed_now", "traced_quantised"]
+__all__ = ["norm_now", "packed_now", "traced_quantised"]
 
 
 def packed_now(handle: Tensor, x: Tensor, training: bool) -> Packed:

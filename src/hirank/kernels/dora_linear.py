@@ -44,7 +44,14 @@ from hirank.kernels.joined_gemm import joined_gemm
 
 __all__ = ["DoraLinearGrads", "compute_dtype", "dora_linear"]
 __all__ += ["GainPass", "dora_linear_bwd_ref", "dora_linear_fwd_ref", "fitted", "owned_linear"]
-__all__ += ["Weights", "activations", "differentiable_grads", "gain_pass_for", "join_"]
+__all__ += [
+    "Weights",
+    "activations",
+    "by_formula",
+    "differentiable_grads",
+    "gain_pass_for",
+    "join_",
+]
 __all__ += ["low_rank"]
 
 
@@ -260,7 +267,7 @@ class _DoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> Any:
         x, h, y = activations(ctx)
         weights: Weights = ctx.weights
-        if torch.is_grad_enabled():  # double backward: rare, so by autograd on the plain formula
+        if by_formula(dys[0]):  # rare
             grads = differentiable_grads(weights, ctx.needs_input_grad[:5], ctx.scale, x, dys[0])
             return *grads, None, None, None, None, None
         found = dora_linear_bwd_ref(
@@ -275,6 +282,15 @@ class _DoraLinear(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _DoraLinear).apply
 
 
+def by_formula(dy: Tensor) -> bool:
+    """Whether autograd has to derive the gradients from the plain formula.
+
+    They will be differentiated again, or many are asked for at once (`is_grads_batched`).
+    """
+    return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy)
+
+
+@torch.enable_grad()
 def differentiable_grads(
     weights: Weights, needs: Sequence[bool], scale: float, x: Tensor, dy: Tensor
 ) -> list[Tensor | None]:

@@ -35,9 +35,10 @@ from hirank.adapters.peft.quantised_route import (
 from hirank.adapters.peft.quantised_route import quantised_present as present
 from hirank.adapters.peft.quantised_route import quantised_route as route
 from hirank.adapters.peft.route import Known
+from hirank.adapters.peft.traced_quantised import in_one_graph
 from hirank.adapters.quantised import QuantisedAdapter, composed_quantised, owned_quantised
 from hirank.adapters.quantised_norms import QuantisedNorms, Watch
-from hirank.adapters.traced_quantised import handle_for, traced_quantised
+from hirank.adapters.traced_handles import handle_for
 from hirank.errors import HirankError
 
 __all__ = ["QuantisedLayer", "RegisteredLinear", "convert_quantised", "dispatching", "fast_class"]
@@ -71,9 +72,9 @@ class QuantisedLayer(MixedBatches):
         try:
             if not torch.compiler.is_compiling():
                 return _computed(self, x)
-            if _is_left_to_peft(self):
+            y = in_one_graph(self, x)
+            if y is None and _is_left_to_peft(self):
                 return self._by_peft(x)
-            y = _in_one_graph(self, x)
             return cast(Tensor, _outside_graphs(self, x)) if y is None else y
         except (ValueError, RuntimeError, IndexError) as error:
             fault = fault_of_quantised(self, x)
@@ -212,21 +213,6 @@ def _known(layer: Any) -> Known:
         found = route(layer)
         known = layer._hirank_known = Known(layer, _adapters, found)
     return known
-
-
-def _in_one_graph(layer: Any, x: Tensor) -> Tensor | None:
-    """The call as one op that a graph can hold; None: it is of a kind without one."""
-    base, names = layer.base_layer, present(layer)
-    dtype = getattr(base, "compute_dtype", None)
-    if known_kind(layer).name != "Linear4bit" or dtype is None or route(layer).tier != "owned":
-        return None
-    A, B, magnitude, scale, *_ = _adapter(layer, names[0])
-    if magnitude is None:
-        return None
-    backend = layer._hirank_options.backend
-    return traced_quantised(
-        layer._hirank_handle, x, A, B, magnitude, base.bias, scale, dtype, backend
-    )
 
 
 def _adapters(layer: Any, names: list[str]) -> list[QuantisedAdapter]:

@@ -1,0 +1,38 @@
+"""Many gradients at once (`is_grads_batched`, vectorised Jacobians) are those of one by one."""
+
+import pytest
+import torch
+
+from adapters import quantised_bases as few_bits
+from adapters.setups import Lin, perturb, wrap
+from hirank import accelerate
+
+
+def float_model(**config):
+    return perturb(wrap(Lin(24, 16), **config)), 24
+
+
+def nf4_model(**config):
+    model = few_bits.adapted(few_bits.base("nf4"), **config)
+    return perturb(accelerate(model)), few_bits.K
+
+
+@pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
+@pytest.mark.parametrize("make", [float_model, nf4_model])
+def test_many_gradients_are_those_of_one_by_one(make, dora):
+    model, width = make(use_dora=dora)
+    x = torch.randn(3, width, requires_grad=True)
+    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+    y = model(x)
+    dys = torch.randn(5, *y.shape)
+    many = torch.autograd.grad(y, wanted, dys, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(y, wanted, dy, retain_graph=True) for dy in dys]
+    for found, expected in zip(many, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_a_jacobian_may_be_vectorised():
+    model, width = float_model()
+    x = torch.randn(3, width)
+    found = torch.autograd.functional.jacobian(model, x, vectorize=True)
+    torch.testing.assert_close(found, torch.autograd.functional.jacobian(model, x))
