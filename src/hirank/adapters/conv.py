@@ -208,16 +208,15 @@ def _add_adapter(y: Tensor, given: _Given, adapter: Adapter, backend: str) -> Te
     dropped = given.padded if dropout is None else _padded(dropout(given.x), geometry)
     hidden = _convolved(dropped, A.to(dtype), None, geometry, groups=1)
     norm = _norm(adapter, given.weight, geometry.groups, dtype)
+    lean = _waits_for_host(given.x, given.weight)
     if magnitude is None or norm is None:
-        if _waits_for_host(given.x, given.weight):  # autograd has more to do for a GEMM that adds
-            return torch.add(y, _pointwise(hidden, B.to(dtype), geometry.groups), alpha=scale)
-        return _added(y, hidden, B.to(dtype), scale, geometry.groups)
+        return _added(y, hidden, B.to(dtype), scale, geometry.groups, lean)
     magnitude = magnitude.flatten()
     if dropout is not None and not single_gemm:
         frozen = _convolved(dropped, given.cast, None, geometry)
         lora = _pointwise(hidden, B.to(dtype), geometry.groups)
         return _composed(frozen, lora, magnitude, norm, scale, None, y, backend)
-    joined = _added(y, hidden, B.to(dtype), scale, geometry.groups)
+    joined = _added(y, hidden, B.to(dtype), scale, geometry.groups, lean)
     return _composed(None, joined, magnitude, norm, 1, given.bias, None, backend)
 
 
@@ -226,12 +225,16 @@ def _pointwise(hidden: Tensor, B: Tensor, groups: int) -> Tensor:
     return convolve(hidden, B, groups=groups)
 
 
-def _added(y: Tensor, hidden: Tensor, B: Tensor, scale: float, groups: int) -> Tensor:
+def _added(
+    y: Tensor, hidden: Tensor, B: Tensor, scale: float, groups: int, lean: bool = False
+) -> Tensor:
     """y + s B * hidden, on a GPU inside one GEMM where there are no groups.
+
+    `lean`: by a convolution and a sum, whose gradients are fewer launches.
 
     Out of place: y is a view of the convolution's output, and autograd would copy its gradient.
     """
-    if groups > 1 or y.device.type == "cpu":
+    if lean or groups > 1 or y.device.type == "cpu":
         return torch.add(y, _pointwise(hidden, B, groups), alpha=scale)
     factor = B.flatten(1)  # [N, R]
     if has_channels_last(y):

@@ -49,6 +49,7 @@ from hirank.kernels._tuning import tiles
 from hirank.kernels.dora_norm import dora_gain
 
 __all__ = ["DORA_COMPOSE", "dora_compose", "dora_compose_bwd_ref", "dora_compose_ref"]
+__all__ += ["magnitude_gradient"]
 
 # What it means.
 
@@ -270,8 +271,14 @@ def _launch_backward(
         num_warps=tile.num_warps,
     )  # fmt: skip
     if need_m:
-        _magnitude((-(-N // 32), 1, 1), (dm, part, n), (N, parts), (32, 32))
+        magnitude_gradient(dm, part, n)
     return dbase, dlora, dm
+
+
+def magnitude_gradient(dm: Tensor, part: Tensor, norm: Tensor) -> None:
+    """dm [N] <- sum(part) / norm of part [parts, N], and 0 where the norm is 0."""
+    parts, N = part.shape
+    _magnitude((-(-N // 32), 1, 1), (dm, part, norm), (N, parts), (32, 32))
 
 
 # How PyTorch sees it.

@@ -36,6 +36,7 @@ from hirank.kernels._compose import (
     room,
 )
 from hirank.kernels._triton import Launcher, jit, tl
+from hirank.kernels.dora_compose import magnitude_gradient
 from hirank.kernels.dora_norm import dora_gain
 
 __all__ = ["PLANE_COMPOSE", "plane_compose", "plane_compose_bwd_ref", "plane_compose_ref"]
@@ -249,13 +250,10 @@ def _launch_backward(
         (base is not None, bias is not None, need_base, need_lora, need_m, high, wide),
         num_warps=4,
     )  # fmt: skip
-    return dbase, dlora, _magnitude(part, m, norm) if need_m else m.new_empty(0)
-
-
-def _magnitude(part: Tensor, magnitude: Tensor, norm: Tensor) -> Tensor:
-    alive = norm > 0
-    dm = part.sum((0, 1)) / torch.where(alive, norm, 1)
-    return torch.where(alive, dm, 0).to(magnitude.dtype)
+    dm = room(m, need_m)
+    if need_m:
+        magnitude_gradient(dm, part.view(-1, N), norm.contiguous())
+    return dbase, dlora, dm
 
 
 # How PyTorch sees it.
