@@ -123,6 +123,8 @@ def _ownable(x: Tensor, weight: Tensor, geometry: Geometry, adapter: Adapter) ->
 
 def _waits_for_host(x: Tensor, weight: Tensor) -> bool:
     """Whether a GPU is done with all passes of a convolution before the host has launched them."""
+    if torch.compiler.is_compiling():  # no guard on sizes
+        return False
     return x.numel() // max(1, x.shape[1]) * weight.numel() < _BUSY
 
 
