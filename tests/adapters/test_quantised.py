@@ -14,6 +14,7 @@ from adapters.quantised_bases import (
     Int4Linear,
     K,
     N,
+    Quantised,
     adapted,
     base,
     floats,
@@ -26,6 +27,7 @@ from adapters.quantised_bases import (
 )
 from hirank.adapters import dequantise, four_bits
 from hirank.errors import HirankError
+from hirank.kernels._triton import interpreting
 from hirank.testing import assert_within_budget, relative_rms
 from recorder import LiveBytes, OpLog
 
@@ -302,6 +304,37 @@ def test_never_stale_where_a_model_is_compared_once_a_pass(monkeypatch):
             assert round_ == 0 or sum(after) - sum(before) <= 2
             layer.lora_B["default"].weight.data.mul_(1.3)
     assert torch.equal(model(x), fresh())
+
+
+@pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1 (make test runs both)")
+@pytest.mark.parametrize("part", ["lora_A", "lora_B", "weight", "absmax"])
+def test_d12_d19_tables_of_prints_notice_every_change(part, monkeypatch):
+    """As the last, by the kernel; of two layers that one which changed is computed again."""
+    from hirank.adapters import quantised_norms
+
+    monkeypatch.setattr(quantised_norms, "_one_by_one", lambda tensor: False)
+    monkeypatch.setattr(quantised_norms, "_prints", None)
+    two = nn.Sequential(base("nf4").lin, nn.Linear(N, K), base("nf4").lin)
+    model = adapted(Quantised(two, is_loaded_in_4bit=True), target_modules=["lin.0", "lin.2"])
+    hirank.accelerate(perturb(model))
+    layers = [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")]
+    x, norms = inputs(3, K), [layer.norms_of("default") for layer in layers]
+    for _ in range(3):
+        model(x)
+    assert [found.computed for found in norms] == [1, 1]
+    layer = layers[1]
+    {
+        "lora_A": lambda: layer.lora_A["default"].weight.data[0, 3].add_(1),
+        "lora_B": lambda: layer.lora_B["default"].weight.data.mul_(1.3),
+        "weight": lambda: layer.base_layer.weight.data[0].bitwise_xor_(255),
+        "absmax": lambda: layer.base_layer.weight.quant_state.absmax.data[0].sub_(9),
+    }[part]()
+    for _ in range(3):
+        y = model(x)
+    assert [found.computed for found in norms] == [1, 2]
+    for found in norms:
+        found.clear()
+    assert torch.equal(y, model(x))
 
 
 def test_a_new_base_weight_is_noticed():

@@ -24,13 +24,14 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hirank.adapters.capture import capturing
-from hirank.adapters.groups import Family, Member, Source, version
+from hirank.adapters.groups import Family, Member
+from hirank.adapters.survey import Source, version
 from hirank.kernels._apart import apart
 from hirank.kernels.cast_windows import LayerCasts
 from hirank.kernels.dora_norm import dora_norm, row_norm, row_square_sum
@@ -101,6 +102,9 @@ class NormCache:
     call can meet the norm of another's dtype.
     """
 
+    is_linear: ClassVar[bool] = True
+    """Whether W, A and B are matrices as they lie, those of a plain linear layer."""
+
     source: Source = field(default=lambda: None, repr=False)
     owner: Callable[[], Any] = field(default=lambda: None, repr=False)
     """The layer it belongs to, which a copied cache has lost."""
@@ -165,6 +169,12 @@ class NormCache:
         """The norm as by `norm`, and where A and B lie in `dtype`, if layers share their casts."""
         member = self.members.get(dtype)
         if member is not None and member.serves(weight, lora_A, lora_B, scale):
+            return member.norm, member.casts
+        if (
+            member is not None
+            and member.visible[:1] == (scale,)
+            and member.group.renew(member, weight, lora_A, lora_B)
+        ):
             return member.norm, member.casts
         training = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from threading import RLock, get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hirank.adapters.capture import capture_id, capturing, raw_stream
+from hirank.adapters.survey import Survey, copied, mark_of, places_of, version
 from hirank.kernels._apart import apart
 from hirank.kernels.cast_windows import Castable, CastWindows, LayerCasts
 from hirank.kernels.dora_norm import as_it_lies, fits_triton
@@ -37,10 +37,7 @@ from hirank.kernels.norm_table import NormEntry
 if TYPE_CHECKING:
     from hirank.adapters.gain import NormCache
 
-__all__ = ["Family", "Group", "Member", "Source", "in_backward", "version"]
-
-Source = Callable[[], tuple[Tensor, Tensor, Tensor, float] | None]
-"""Where a cache finds W, A, B and s at any time; None once the layer is gone."""
+__all__ = ["Family", "Group", "Member", "in_backward"]
 
 LOCK = RLock()
 
@@ -54,10 +51,6 @@ def _count_step(*_: Any) -> None:
 
 
 register_optimizer_step_post_hook(_count_step)
-
-
-def version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 _graph_task = torch._C._current_graph_task_id
@@ -194,7 +187,7 @@ class Group:
         self._dtype: torch.dtype = key[-1]
         self._caches: list[weakref.ref[NormCache]] = []
         self._marks: list[tuple[Any, ...]] = []
-        self._found: _Survey | None = None
+        self._found: Survey | None = None
         """The last survey; None: ask the layers anew."""
         self._table: ReplayableNormTable | None = None
         self._windows: CastWindows | None = None
@@ -248,6 +241,43 @@ class Group:
                 self.last[get_ident()] = member.position
             return member.norm, member.casts
 
+    def renew(self, member: Member, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> bool:
+        """Begin a pass before which nothing visibly changed: in short what `norm` would do.
+
+        False: something did, or may have, so that nothing was done.
+        """
+        with LOCK:
+            if (
+                self._found is None
+                or member.position is None
+                or self.built != self.family.changes
+                or self.turns != self.family.turns
+                or not member.knows(weight, lora_A, lora_B)
+                or not self._lie_as_before(weight, lora_A, lora_B)
+                or torch.is_inference_mode_enabled()
+                or in_backward()
+                or (self.index is not None and capturing())
+            ):
+                return False
+            found, step = self._found.again(), _step
+            if found.marks != self._marks or (self.step != step and found.is_trained()):
+                return False
+            self._wait()
+            self._launch([], len(found.entries))
+            self._serve(found, step, torch.is_grad_enabled())
+            self.last[get_ident()] = member.position
+            return True
+
+    def _lie_as_before(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> bool:
+        _, weight_type, adapter_type, turned, _ = self._key
+        return (
+            (weight.t() if turned else weight).is_contiguous()
+            and lora_A.is_contiguous()
+            and lora_B.is_contiguous()
+            and weight.dtype == weight_type
+            and lora_A.dtype == lora_B.dtype == adapter_type
+        )
+
     def _wait(self) -> None:
         stream = 0 if self.index is None else raw_stream(self.index)
         if stream != self.stream and self._done is not None:
@@ -263,18 +293,22 @@ class Group:
         found = None
         if self.built == changes:
             found = self._survey() if self._found is None else self._found.again()
-        if found is None or _places(found.marks) != _places(self._marks):
+        if found is None or places_of(found.marks) != places_of(self._marks):
             found = apart(self._device, self._rebuild)
         self._launch(self._visible(found, step), len(found.entries))
         # what the host knows, only now: another thread may act on it at once
-        self._marks, self.step, self.built, self._found = found.marks, step, changes, found
-        self.turns, self.count = turns, self.count + 1
+        self.built, self.turns = changes, turns
+        self._serve(found, step, training)
+
+    def _serve(self, found: Survey, step: int, training: bool) -> None:
+        self._marks, self.step, self._found = found.marks, step, found
+        self.count += 1
         if self._windows is not None:
             self._windows.turn += 1
         if training:
             self.trained = self.count
         live = [member.live for member in found.members]
-        served = torch.split(torch.cat(live), [len(n) for n in live]) if training else live
+        served = copied(live) if training else live
         for member, norm, entry, mark in zip(
             found.members, served, found.entries, found.marks, strict=True
         ):
@@ -282,7 +316,8 @@ class Group:
             member.norm, member.watched = norm, entry[:3]
             member.visible = (scale, *versions, W_version, A, B, W)
         if self.index is not None:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            if self._done is None:
+                self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
 
     def _launch(self, visible: list[int], count: int) -> None:
@@ -304,8 +339,8 @@ class Group:
                     found.append((cache, inputs))
         return found
 
-    def _survey(self) -> _Survey:
-        found = _Survey([], [], [], [])
+    def _survey(self) -> Survey:
+        found = Survey([], [], [], [])
         for cache, (weight, A, B, scale) in self._here():
             member = cache.members.get(self._dtype)
             if member is None or member.group is not self:
@@ -316,10 +351,10 @@ class Group:
             found.caches.append(weakref.ref(cache))
             found.members.append(member)
             found.entries.append(entry)
-            found.marks.append(_mark(entry))
+            found.marks.append(mark_of(entry))
         return found
 
-    def _rebuild(self) -> _Survey:
+    def _rebuild(self) -> Survey:
         counts = [] if self._table is None else self._table.computed.tolist()
         for ref, count in zip(self._caches, counts, strict=True):
             cache = ref()
@@ -335,13 +370,15 @@ class Group:
         self._capture, self._is_recorded = None, False
         return found
 
-    def _share_casts(self, found: _Survey) -> None:
+    def _share_casts(self, found: Survey) -> None:
         """Windows over the layers that cast at every call: fp32 adapters that multiply in bf16."""
         shared: list[Member] = []
         layers: list[Castable] = []
-        for member, (_, A, B, scale, _) in zip(found.members, found.entries, strict=True):
+        for ref, member, entry in zip(found.caches, found.members, found.entries, strict=True):
+            cache, (_, A, B, scale, _) = ref(), entry
             member.casts = None
-            if self._dtype == torch.bfloat16 and A.dtype == torch.float32 and A.numel():
+            casts = self._dtype == torch.bfloat16 and A.dtype == torch.float32 and A.numel()
+            if casts and cache is not None and cache.is_linear:
                 shared.append(member)
                 layers.append(Castable(A, B, scale))
         self._windows = CastWindows(layers, self._dtype) if layers else None
@@ -357,7 +394,7 @@ class Group:
             if member is not None and member.group is self and id(cache) not in here:
                 del cache.members[self._dtype]
 
-    def _visible(self, found: _Survey, step: int) -> list[int]:
+    def _visible(self, found: Survey, step: int) -> list[int]:
         if not self._marks:
             return list(range(len(found.entries)))
         stepped = self.step != step
@@ -393,30 +430,5 @@ class Group:
             member = cache.members.get(self._dtype)
             if member is None or member.group is not self:
                 return False
-            marks.append(_mark(NormEntry(weight, A, B, scale, member.live)))
+            marks.append(mark_of(NormEntry(weight, A, B, scale, member.live)))
         return [mark[:7] for mark in marks] == [mark[:7] for mark in self._marks]
-
-
-class _Survey(NamedTuple):
-    """What belongs to a group as things are now, in one order."""
-
-    caches: list[weakref.ref[NormCache]]
-    members: list[Member]
-    entries: list[NormEntry]
-    marks: list[tuple[Any, ...]]
-
-    def again(self) -> _Survey:
-        """The same tensors as they are now. That a layer has others, its own call tells."""
-        return self._replace(marks=[_mark(entry) for entry in self.entries])
-
-
-def _mark(entry: NormEntry) -> tuple[Any, ...]:
-    """Addresses, shape and version of W; then scale and versions of A and B."""
-    weight, A, B, scale, norm = entry
-    pointers = (weight.data_ptr(), A.data_ptr(), B.data_ptr(), norm.data_ptr())
-    return (*pointers, A.shape, version(weight), scale, version(A), version(B))
-
-
-def _places(marks: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """What a table is built on."""
-    return [(*mark[:5], mark[6]) for mark in marks]

@@ -17,8 +17,8 @@ from torch.amp import is_autocast_available
 from torch.nn import functional as F
 
 from hirank.adapters.dequantise import Packed, weight_of
-from hirank.adapters.groups import version
 from hirank.adapters.quantised_norms import QuantisedNorms
+from hirank.adapters.survey import version
 from hirank.kernels.dora_compose import dora_compose
 from hirank.kernels.dora_linear import (
     GainPass,

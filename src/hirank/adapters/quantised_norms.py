@@ -24,8 +24,10 @@ from torch import Tensor
 
 from hirank.adapters.capture import capturing
 from hirank.adapters.dequantise import Packed
-from hirank.adapters.groups import in_backward, version
+from hirank.adapters.groups import in_backward
+from hirank.adapters.survey import version
 from hirank.kernels.dora_norm import dora_norm_ref
+from hirank.kernels.prints import PrintTable, key_of, printable
 
 __all__ = ["QuantisedNorms", "Watch"]
 
@@ -55,6 +57,7 @@ class Watch:
         self._count = self._trained = 0  # looks so far, and at the last call with gradients
         self._seen: dict[int, set[int]] = {}  # by thread: who came by in this pass
         self._held: dict[int, _Value] = {}  # by cache: the value found to be true
+        self._tables: dict[torch.device, tuple[Any, PrintTable]] = {}  # of all its caches
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Watch":
         return Watch()
@@ -100,19 +103,36 @@ class Watch:
         self._held = {}
         for device in {value.prints.device for _, value in found}:
             here = [(c, v) for c, v in found if v.prints.device == device]
-            now = torch.cat([_prints_of(value) for _, value in here])
-            if torch.equal(now, torch.cat([value.prints for _, value in here])):  # one wait
-                self._held |= {id(cache): value for cache, value in here}
+            true = self._are_true([value for _, value in here], device)
+            self._held |= {id(c): v for (c, v), is_true in zip(here, true, strict=True) if is_true}
+
+    def _are_true(self, values: list[_Value], device: torch.device) -> list[bool]:
+        """Whether what each was computed from is as it was. Waits for the device, once."""
+        inputs = [_inputs_of(value) for value in values]
+        then = torch.cat([value.prints for value in values])
+        if not all(map(printable, inputs)) or then.dtype != torch.int32:
+            now = torch.cat([_prints(*tensors) for tensors in inputs])
+            return [torch.equal(now, then)] * len(values)
+        sets = [_as_set(tensors) for tensors in inputs]
+        key, table = [key_of(given) for given in sets], self._tables.get(device)
+        if table is None or table[0] != key:
+            table = self._tables[device] = key, PrintTable(sets)
+        both: list[list[int]] = torch.stack([table[1].prints(), then]).tolist()
+        return [now == before for now, before in zip(*both, strict=True)]
 
 
 def _alive(value: _Value) -> bool:
     return all(ref() is not None for ref in value.inputs)
 
 
-def _prints_of(value: _Value) -> Tensor:
+def _inputs_of(value: _Value) -> list[Tensor]:
     A, B, layer = (ref() for ref in value.inputs)
-    kind = value.mark[0]
-    return _prints(cast(Tensor, A), cast(Tensor, B), kind.stored(layer))
+    return [cast(Tensor, A), cast(Tensor, B), *value.mark[0].stored(layer)]
+
+
+def _as_set(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int | None]]:
+    """A and B are looked at as a whole, the stored weight by a sample."""
+    return [(t, None if i < 2 else _SAMPLES) for i, t in enumerate(tensors)]
 
 
 class QuantisedNorms:
@@ -126,6 +146,7 @@ class QuantisedNorms:
         self.watch.join(self)
         self._values: dict[torch.dtype, _Value] = {}
         self._base: list[_Base] = [] if beside is None else beside._base
+        self._table: tuple[Any, PrintTable] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantisedNorms":
         return QuantisedNorms()  # a copied layer has weights of its own
@@ -177,15 +198,25 @@ class QuantisedNorms:
         if value is not None and value.mark == mark:
             if together and self.watch.vouches(self, value, training):
                 return value.norm
-            if not together and torch.equal(_prints(A, B, stored), value.prints):
+            if not together and torch.equal(_prints(A, B, *stored), value.prints):
                 return value.norm
-        prints = _prints(A, B, stored)
+        prints = self._prints_now(A, B, *stored) if together else _prints(A, B, *stored)
         norm = _norm(packed, A, B, scale, self._square_sum(packed))
         refs = (weakref.ref(owners[0]), weakref.ref(owners[1]), weakref.ref(packed.layer))
         value = self._values[packed.dtype] = _Value(norm, mark, prints, refs)
         self.computed += 1
         self.watch.computed(self, value, training)
         return norm
+
+    def _prints_now(self, *tensors: Tensor) -> Tensor:
+        """Without a wait: the table stays for as long as the tensors do."""
+        if not printable(tensors):
+            return _prints(*tensors)
+        given = _as_set(tensors)
+        key = key_of(given)
+        if self._table is None or self._table[0] != key:
+            self._table = key, PrintTable([given])
+        return self._table[1].prints()
 
     def _square_sum(self, packed: Packed) -> Tensor:
         """||W||^2, kept while W is the same."""
@@ -236,7 +267,7 @@ def _in_capture(packed: Packed, A: Tensor, B: Tensor, scale: float) -> Tensor:
 _RECORDED = 2**24  # entries of W + s B A that a graph forms at a time
 
 
-def _prints(A: Tensor, B: Tensor, stored: Sequence[Tensor]) -> Tensor:
+def _prints(A: Tensor, B: Tensor, *stored: Tensor) -> Tensor:
     """What changes when A, B or the stored weight do: a few numbers a row."""
     wide = torch.promote_types(torch.promote_types(A.dtype, B.dtype), torch.float32)
     with torch.no_grad(), torch.autocast(A.device.type, enabled=False):

@@ -51,6 +51,8 @@ def _marks(tensors: Three) -> tuple[object, ...]:
 class ViewedNormCache(NormCache):
     """A `NormCache` that knows how a layer's parameters become matrices."""
 
+    is_linear = False
+
     turn: Callable[[Tensor, Tensor, Tensor], Three] = as_they_lie
     _views: _Views | None = field(default=None, repr=False)
     _small: dict[torch.dtype, _Small] = field(default_factory=dict, repr=False)
