@@ -101,7 +101,8 @@ class CastWindows:
         self._addresses = [t.data_ptr() for t in matrices]
         self._even = not any(n % 8 for n in counts) and not any(p % 16 for p in self._addresses)
         self.factors = [float(x.scale) if rides(x.scale) else 1.0 for x in layers]
-        self._programs = [0, *accumulate(-(-count // _BLOCK) for count in counts)]
+        programs = [-(-count // _BLOCK) for count in counts]  # of each matrix
+        self._programs = [0, *accumulate(programs)]
         both = [f for factor in self.factors for f in (factor, 1.0)]
         self._tables = (
             self._there(self._addresses, torch.int64),
@@ -109,8 +110,10 @@ class CastWindows:
             self._there(self._starts[:-1], torch.int64),
             self._there(both, torch.float32),
         )
-        blocks = [(i, j) for i, count in enumerate(counts) for j in range(-(-count // _BLOCK))]
-        self._blocks = self._there(blocks, torch.int32)
+        matrix = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(programs))
+        index = torch.arange(len(matrix)) - torch.tensor(self._programs)[matrix]
+        blocks = torch.stack([matrix, index], dim=1)  # [programs, 2]: matrix, block of it
+        self._blocks = blocks.to(self._device, torch.int32)
         self._places = threading.local()
 
     def _there(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
