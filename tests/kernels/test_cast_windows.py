@@ -110,6 +110,9 @@ def test_windows_that_nobody_uses_become_narrower_and_end():
     found = [windows.cast(i, True) for i in order]
     assert [b - a for a, b in windows.windows][:3] == [8, 4, 2]
     assert all(cast is None for cast in found[3:])
+    windows.turn += 1
+    run(windows, range(16))  # a pass in order: it tries again
+    assert [b - a for a, b in windows.windows][3:] == [2, 4, 8, 8]
 
 
 def test_an_adapter_that_lies_elsewhere_is_not_read():

@@ -12,7 +12,7 @@ two launches are left.
 Freshness  a window is as good as the norm: it belongs to one refresh of its model's norms, which
            every pass begins with, and its layers' addresses are looked at when it is cast.
 Order      where layers run in another order than they lie, windows are of little use; a place
-           whose windows are not used makes them narrower, down to none.
+           whose windows are not used makes them narrower, down to none until the next pass.
 Memory     one window of at most `WINDOW_BYTES` for each thread and stream that runs layers.
 """
 
@@ -175,7 +175,9 @@ class CastWindows:
         turn = self.turn
         self._learn(place)
         if place.width == 1:
-            return False
+            if place.turn == turn:
+                return False
+            place.width = 2  # another pass may have another order
         first = i if onward else self._begin(i, place.width)
         last = self._end(i, place.width)[0] if onward else i + 1
         if not self._lie_as_they_lay(first, last):
@@ -196,6 +198,7 @@ class CastWindows:
         if place.turn != -1 and count > 1:
             if 2 * place.used <= count:
                 place.width = max(1, place.width // 2)
+                place.first = place.last = 0
             elif place.used >= count:
                 place.width = min(_WIDEST, 2 * place.width)
 

@@ -31,19 +31,11 @@ from torch import Tensor
 from hirank.kernels._norm_layout import CHUNK, PACK, ROOT, NormEntry, lay_out, lies_even
 from hirank.kernels._norm_tuning import norm_tile
 from hirank.kernels._triton import Launcher, dot_type, jit, tl, tl_type, use_workspace
+from hirank.kernels.prints import hash_bits
 
 __all__ = ["NormEntry", "NormTable"]
 
 # How the GPU does it. The rows of `pointers`, `sizes` and the blocks: `_norm_layout`.
-
-
-@jit
-def _hash(bits, position):
-    x = bits ^ (position * -1640531527)
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * 739982445
-    x = x ^ ((x >> 12) & 0xFFFFF)
-    return x * 695872825
 
 
 @jit
@@ -79,7 +71,7 @@ def _print_kernel(
         count = tl.where(kind == 0, r * k, n * r)
         bits = _bits(address, offset, count, WIDE, EVEN)
     position = offset.to(tl.int32) + kind * 1013904223
-    value = tl.where(offset < count, _hash(bits, position), 0)
+    value = tl.where(offset < count, hash_bits(bits, position), 0)
     tl.atomic_add(new + layer, tl.sum(value, axis=0))
     if (kind == 0) & (index == 0):
         tl.store(following + layer, 0)

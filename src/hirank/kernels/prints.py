@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hirank.kernels._triton import HAS_TRITON, Launcher, interpreting, jit, tl
 
-__all__ = ["PrintTable", "key_of", "printable"]
+__all__ = ["PrintTable", "hash_bits", "key_of", "printable"]
 
 Set = Sequence[tuple[Tensor, int | None]]
 
@@ -27,7 +27,7 @@ _CHUNK = 4096  # entries that one program looks at
 
 
 @jit
-def _hash(bits, place):
+def hash_bits(bits, place):
     x = bits ^ (place * -1640531527)
     x = x ^ ((x >> 15) & 0x1FFFF)
     x = x * 739982445
@@ -55,7 +55,7 @@ def _kernel(out, addresses, rows, chunks, CHUNK: tl.constexpr):
     else:
         bits = tl.load(address.to(tl.pointer_type(tl.int8)) + o_at, mask=mask, other=0)
         bits = bits.to(tl.int32)
-    value = tl.where(mask, _hash(bits, o + salt * 1013904223), 0)
+    value = tl.where(mask, hash_bits(bits, o + salt * 1013904223), 0)
     tl.atomic_add(out + owner, tl.sum(value, axis=0))
 
 
