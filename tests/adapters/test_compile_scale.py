@@ -135,7 +135,7 @@ def test_what_is_exported_keeps_its_scale():
         ({"backend": "cudagraphs"}, False),
         ({"backend": CompileCounterWithBackend("eager")}, False),
     ],
-    ids=str,
+    ids=["inductor", "autotuned", "reduce-overhead", "option", "cudagraphs", "another backend"],
 )
 def test_on_a_gpu_only_inductor_without_graphs_reads_it(how, lives):
     layer = layer_of(wrap(Lin(24, 16)))
