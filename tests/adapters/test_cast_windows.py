@@ -116,6 +116,27 @@ def test_d12_windows_follow_every_change(change, training, monkeypatch):
     assert_same(outcome(model, x), without_windows(model, x, monkeypatch))
 
 
+def turned(layer):
+    A = layer.lora_A["default"].weight
+    A.data = A.data.t()
+
+
+@needs_kernels
+@pytest.mark.parametrize("which", [0, 1])
+def test_d12_a_factor_transposed_where_it_lies(which, monkeypatch):
+    """Square, so that only its strides tell; in a layer that is not the first, too."""
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)).bfloat16()
+    model = perturb(wrap(base.to(DEVICE), r=16, target_modules=["0", "1"]))
+    for name, p in model.named_parameters():
+        if "lora_A" in name or "lora_B" in name:
+            p.data = rounded(p.data)  # PyTorch's cast and the kernels' are the same then
+    x = torch.randn(5, 16, device=DEVICE).bfloat16()
+    outcome(model, x)
+    turned([m for m in model.modules() if hasattr(m, "_hirank_norms")][which])
+    assert_same(outcome(model, x), without_windows(model, x, monkeypatch))
+
+
 @needs_kernels
 def test_d12_a_step_of_any_optimizer_reaches_the_windows(monkeypatch):
     model, x = make(), torch.randn(5, 64, device=DEVICE).bfloat16()

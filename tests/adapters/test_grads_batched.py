@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from adapters import quantised_bases as few_bits
+from adapters.layer_kinds import Holder
 from adapters.setups import Lin, perturb, wrap
 from hirank import accelerate
 
@@ -29,6 +31,27 @@ def test_many_gradients_are_those_of_one_by_one(make, dora):
     single = [torch.autograd.grad(y, wanted, dy, retain_graph=True) for dy in dys]
     for found, expected in zip(many, zip(*single, strict=True), strict=True):
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+KINDS = {
+    "embedding": (lambda: nn.Embedding(37, 16), lambda: torch.randint(0, 37, (3, 5))),
+    "Conv1d": (lambda: nn.Conv1d(4, 16, 3), lambda: torch.randn(2, 4, 9)),
+    "Conv2d": (lambda: nn.Conv2d(4, 16, 3, padding=1), lambda: torch.randn(2, 4, 7, 5)),
+}
+
+
+@pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_gradients_of_layers_with_kernels(kind, dora):
+    make, draw = KINDS[kind]
+    model, x = perturb(wrap(Holder(make()), r=8, use_dora=dora)), draw()
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    y = model(x)
+    dys = torch.randn(4, *y.shape)
+    many = torch.autograd.grad(y, wanted, dys, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(y, wanted, dy, retain_graph=True) for dy in dys]
+    for found, expected in zip(many, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_a_jacobian_may_be_vectorised():

@@ -101,6 +101,16 @@ def test_d12_d19_every_change_is_noticed(kind, change, device):
     assert relative_rms(before, exact(layer, x)) > 1e-3
 
 
+def test_d12_a_vocabulary_that_is_trimmed_where_it_lies(device):
+    model, layer, x = make("embedding", device)
+    model(x)
+    A = layer.lora_embedding_A["default"]
+    layer.base_layer.weight.data = layer.base_layer.weight.data[:20]
+    A.data = A.data[:, :20]
+    x = x.clamp(max=19)
+    assert relative_rms(model(x).detach(), exact(layer, x)) < 1e-5
+
+
 @kinds
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_d12_what_did_not_change_is_computed_once(kind, training, device):

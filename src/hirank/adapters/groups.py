@@ -132,6 +132,7 @@ class Member:
     position: int | None = None
     """When it comes by in a pass, as learned; None: it never did."""
     visible: tuple[Any, ...] = ()
+    sizes: tuple[int, ...] = ()
     watched: tuple[Tensor, ...] = ()
     """W, A and B as last surveyed."""
 
@@ -151,9 +152,12 @@ class Member:
             group.built == group.family.changes
             and group.turns == group.family.turns
             and self.visible == (scale, *versions, *pointers)
+            and self.sizes == (weight.numel(), lora_A.numel(), lora_B.numel())
             and self.watched[0] is weight  # `visible` is written last
             # its data may have been transposed where they lie
             and (weight.t() if group.turned else weight).is_contiguous()
+            and lora_A.is_contiguous()
+            and lora_B.is_contiguous()
             and self.watched[1] is lora_A
             and self.watched[2] is lora_B
             and (group.step == _step or not lora_A.requires_grad)
@@ -314,6 +318,7 @@ class Group:
         ):
             W, A, B, _, _, W_version, scale, *versions = mark
             member.norm, member.watched = norm, entry[:3]
+            member.sizes = tuple([t.numel() for t in entry[:3]])
             member.visible = (scale, *versions, W_version, A, B, W)
         if self.index is not None:
             if self._done is None:

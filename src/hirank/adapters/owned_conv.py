@@ -21,7 +21,7 @@ from torch import Tensor
 from hirank.adapters.stacked_conv import Moves, stackable, stacked_backward, stacked_forward
 from hirank.kernels._compose import Compose, backward_way, forward_way
 from hirank.kernels.dora_compose import DORA_COMPOSE
-from hirank.kernels.dora_linear import Weights, activations
+from hirank.kernels.dora_linear import Weights, activations, by_formula
 from hirank.kernels.plane_compose import PLANE_COMPOSE
 
 __all__ = ["Moves", "has_channels_last", "owned_conv", "planes", "rows", "to_images"]
@@ -98,7 +98,7 @@ class _OwnedConv(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> Any:
         x, h, u = activations(ctx)
         needs, weights, call = ctx.needs_input_grad[:5], ctx.weights, ctx.call
-        if torch.is_grad_enabled():  # double backward
+        if by_formula(dys[0]):  # rare
             found = _differentiable(weights, needs, call, x, dys[0])
         elif call.stacked:
             found = stacked_backward(dys[0], x, h, u, weights, call.moves, call.scale, needs)
@@ -261,6 +261,7 @@ def _through_planes(
     return th, dB
 
 
+@torch.enable_grad()
 def _differentiable(
     weights: Weights, needs: Sequence[bool], call: _Call, x: Tensor, dy: Tensor
 ) -> list[Tensor | None]:

@@ -21,7 +21,7 @@ from hirank.kernels._compose import fits
 from hirank.kernels._products import product
 from hirank.kernels._triton import direct, interpreting
 from hirank.kernels.conv_stack import finish
-from hirank.kernels.dora_linear import Weights, activations
+from hirank.kernels.dora_linear import Weights, activations, by_formula
 from hirank.kernels.dora_norm import dora_gain
 from hirank.kernels.embedding_rows import (
     MOST_SCATTERED,
@@ -77,7 +77,7 @@ class _OwnedEmbedding(torch.autograd.Function):
         ids, h, _ = activations(ctx)
         needs, weights = ctx.needs_input_grad[1:4], ctx.weights
         dy = dys[0].reshape(-1, dys[0].shape[-1])
-        if torch.is_grad_enabled():  # double backward
+        if by_formula(dys[0]):  # rare
             found = _differentiable(weights, needs, ctx.scale, ctx.padding, ids, dy)
         else:
             found = _gradients(weights, needs, ctx.scale, ctx.padding, ids, h, dy.contiguous())
@@ -121,6 +121,7 @@ def _by_id(th: Tensor, ids: Tensor, lora_A: Tensor, padding: int | None) -> Tens
     return found.t()
 
 
+@torch.enable_grad()
 def _differentiable(
     weights: Weights,
     needs: Sequence[bool],

@@ -49,10 +49,11 @@ class Survey(NamedTuple):
 
 
 def mark_of(entry: NormEntry) -> tuple[Any, ...]:
-    """Addresses, shape and version of W; then scale and versions of A and B."""
+    """Addresses and shapes, version of W; then scale and versions of A and B."""
     weight, A, B, scale, norm = entry
     pointers = (weight.data_ptr(), A.data_ptr(), B.data_ptr(), norm.data_ptr())
-    return (*pointers, A.shape, version(weight), scale, version(A), version(B))
+    shapes = weight.shape, A.shape, B.shape
+    return (*pointers, shapes, version(weight), scale, version(A), version(B))
 
 
 def places_of(marks: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

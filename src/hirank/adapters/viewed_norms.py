@@ -44,7 +44,7 @@ class _Views(NamedTuple):
 
 
 def _marks(tensors: Three) -> tuple[object, ...]:
-    return tuple([(t.data_ptr(), t.stride(), t.requires_grad, t.dtype) for t in tensors])
+    return tuple([(t.data_ptr(), t.shape, t.stride(), t.requires_grad, t.dtype) for t in tensors])
 
 
 @dataclass(eq=False)

@@ -10,7 +10,9 @@ recomputation serves the backward pass of the same layers as well: of some twent
 two launches are left.
 
 Freshness  a window is as good as the norm: it belongs to one refresh of its model's norms, which
-           every pass begins with, and its layers' addresses are looked at when it is cast.
+           every pass begins with, and how its layers lie is looked at when it is cast. What code
+           writes through `.data` in the middle of a pass, to a layer that is yet to come in it,
+           shows in the next pass, as it does in the norm.
 Order      where layers run in another order than they lie, windows are of little use; a place
            whose windows are not used makes them narrower, down to none until the next pass.
 Memory     one window of at most `WINDOW_BYTES` for each thread and stream that runs layers.
@@ -95,7 +97,7 @@ class CastWindows:
         self._layers, self._dtype = layers, dtype
         self._device = layers[0].lora_A.device
         matrices = [t for layer in layers for t in layer[:2]]
-        counts = [t.numel() for t in matrices]
+        counts = self._counts = [t.numel() for t in matrices]
         sizes = [-(-count // _ALIGN) * _ALIGN for count in counts]
         self._starts = [0, *accumulate(sizes)]  # of matrices, had all of them a place
         self._addresses = [t.data_ptr() for t in matrices]
@@ -203,8 +205,12 @@ class CastWindows:
                 place.width = min(_WIDEST, 2 * place.width)
 
     def _lie_as_they_lay(self, first: int, last: int) -> bool:
-        now = [t.data_ptr() for layer in self._layers[first:last] for t in layer[:2]]
-        return now == self._addresses[2 * first : 2 * last]
+        matrices = [t for layer in self._layers[first:last] for t in layer[:2]]
+        now = [t.data_ptr() for t in matrices]
+        return now == self._addresses[2 * first : 2 * last] and all(
+            t.is_contiguous() and t.numel() == count
+            for t, count in zip(matrices, self._counts[2 * first :], strict=False)
+        )
 
     def _view(self, place: _Place, i: int) -> Cast:
         key = place.first, i
