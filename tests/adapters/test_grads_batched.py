@@ -19,18 +19,21 @@ def nf4_model(**config):
     return perturb(accelerate(model)), few_bits.K
 
 
+def check(y, wanted, tolerance):
+    dys = torch.randn(5, *y.shape)
+    many = torch.autograd.grad(y, wanted, dys, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(y, wanted, dy, retain_graph=True) for dy in dys]
+    for found, expected in zip(many, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected), rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("dora", [True, False], ids=["dora", "lora"])
 @pytest.mark.parametrize("make", [float_model, nf4_model])
 def test_many_gradients_are_those_of_one_by_one(make, dora):
     model, width = make(use_dora=dora)
     x = torch.randn(3, width, requires_grad=True)
     wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
-    y = model(x)
-    dys = torch.randn(5, *y.shape)
-    many = torch.autograd.grad(y, wanted, dys, is_grads_batched=True, retain_graph=True)
-    single = [torch.autograd.grad(y, wanted, dy, retain_graph=True) for dy in dys]
-    for found, expected in zip(many, zip(*single, strict=True), strict=True):
-        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-5)
+    check(model(x), wanted, 1e-5)
 
 
 KINDS = {
@@ -46,12 +49,7 @@ def test_many_gradients_of_layers_with_kernels(kind, dora):
     make, draw = KINDS[kind]
     model, x = perturb(wrap(Holder(make()), r=8, use_dora=dora)), draw()
     wanted = [p for p in model.parameters() if p.requires_grad]
-    y = model(x)
-    dys = torch.randn(4, *y.shape)
-    many = torch.autograd.grad(y, wanted, dys, is_grads_batched=True, retain_graph=True)
-    single = [torch.autograd.grad(y, wanted, dy, retain_graph=True) for dy in dys]
-    for found, expected in zip(many, zip(*single, strict=True), strict=True):
-        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+    check(model(x), wanted, 1e-4)
 
 
 def test_a_jacobian_may_be_vectorised():
